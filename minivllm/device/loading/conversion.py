@@ -1,6 +1,4 @@
-"""The steps between the tensors of a checkpoint and the rules of an architecture, which rename, convert and leave out
-tensors.
-"""
+"""Rename, convert and leave out tensors of a checkpoint, so that they fit the loading rules of an architecture."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ DOWN = "down_proj"
 
 
 class TextConversion(Conversion):
-    """Converts the tensors of a text model in a larger checkpoint.
+    """Conversion of the tensors of a text model inside a larger checkpoint, such as one with an image encoder.
 
     It leaves out the tensors of other models, transposes experts that are stored as [in, out], and then applies the
     conversion of the architecture.
@@ -35,7 +33,7 @@ class TextConversion(Conversion):
         return new if new is None or self.inner is None else self.inner.name(new)
 
     def header(self, source: str, header: Header) -> Header:
-        """Return the header with the shape that the tensor has after the conversion of this class."""
+        """Return the header of a tensor with the shape after the conversion: experts [in, out] become [out, in]."""
         if not self._turns(source, header.shape):
             return header
         experts, inputs, outputs = header.shape
@@ -63,9 +61,9 @@ class TextConversion(Conversion):
 
 
 def conversion_of(arch: ModelArch, cfg: Any, headers: Mapping[str, Header]) -> tuple[Conversion | None, TensorNames]:
-    """Return the conversion of a checkpoint with these tensors, and the names of the tensors after it.
+    """Return the conversion of a checkpoint with the tensors ``headers``, and the mapping of their names.
 
-    The conversion is None if the files use the names of the rules.
+    The conversion is None if the files already have the names and forms that the architecture's rules expect.
     """
     names = TensorNames(headers, arch.weights(cfg), cfg)
     inner = arch.conversion(cfg)
@@ -75,7 +73,7 @@ def conversion_of(arch: ModelArch, cfg: Any, headers: Mapping[str, Header]) -> t
 
 
 def by_rules(headers: Mapping[str, Header], conversion: Conversion | None) -> Mapping[str, Header]:
-    """Return headers under the names that the rules of the architecture have.
+    """Return the headers under the names that the rules of the architecture use.
 
     Headers of tensors that are left out or converted to others are missing.
     """

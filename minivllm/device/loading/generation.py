@@ -17,26 +17,27 @@ from minivllm.device.loading.gguf_file import is_gguf
 from minivllm.errors import ConfigError, ModelError, RequestError, shown
 
 NAME = "generation_config.json"
-NONE = ("none", "vllm")  # values that mean vLLM's own defaults; "vllm" is the word of vLLM
+NONE = ("none", "vllm")  # option values by which no file is read; "vllm" is the spelling of vLLM
 APPLIED = {  # field of generation_config.json -> sampling parameter
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
 }  # fmt: skip
-ELSEWHERE = {  # fields that are read by other code, or have no effect
+ELSEWHERE = {  # fields of generation_config.json that other code reads, or that have no effect
     "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "use_cache", "cache_implementation",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """``values`` are sampling parameters by name, ``path`` is the file, ``left`` are its fields without effect."""
+    """The sampling defaults of a model: ``values`` by the name of the parameter, the ``path`` of their file, and the
+    names ``left`` of its fields without effect."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     path: Path | None = None
     left: tuple[str, ...] = ()
 
     def in_words(self) -> str:
-        """Return the text that ``explain`` shows, "" if there is nothing to show."""
+        """Return the defaults as the text that the command ``explain`` prints; "" without defaults."""
         if not self.values and not self.left:
             return ""
         given = ", ".join(f"{name}={value}" for name, value in self.values.items()) or "no defaults"

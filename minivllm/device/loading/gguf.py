@@ -1,4 +1,4 @@
-"""A GGUF file as a Hugging Face directory would have it: config.json, and tensors by transformers' names.
+"""Read a GGUF file as if it were a Hugging Face directory: config.json, and tensors under transformers' names.
 
 llama.cpp keeps a few things in another way, which is undone here: rows of q and k of "llama" lie in pairs that its
 rotary embedding turns, and norms of Gemma have their 1 added.  Tensors in blocks of few bits stay as they are and get a
@@ -51,13 +51,13 @@ COUNTS = {
 }
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_FACTORS = "rope_freqs.weight"
-# number of layers of the 27B models, whose scale of q follows from the width of the heads
+# architecture -> number of layers of its 27B model, whose queries are scaled by hidden size / heads instead of head_dim
 WIDEST_GEMMA = {"gemma2": 46, "gemma3": 62}
-# fields of the rotary embedding of Llama 3.1 and later, which a file stores only as the resulting factors
+# fields of the rotary embedding of Llama 3.1 and later; GGUF files store only the factors that result from them
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# values of Gemma 2, used for files without these fields
+# limits of logits in Gemma 2, used for files that lack these fields
 SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-# fields of rotary embeddings -> accepted values; other values would change the result
+# fields of rotary embeddings -> accepted values; other values are not implemented
 FIXED_ROPE: Mapping[str, tuple[float, ...]] = {
     "rope.scale_linear": (0.0, 1.0), "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0), "rope.scaling.yarn_beta_fast": (32.0,),
@@ -104,7 +104,7 @@ def config_of(path: Path) -> NewFields:
 
 
 def _packed_kinds(file: GgufFile) -> list[str]:
-    """Return the sorted names of the formats of the matrices that stay packed, such as "Q4_K"."""
+    """Return the sorted names of the block formats of the matrices that stay packed, such as "Q4_K"."""
     kinds = set()
     for name, found in file.tensors.items():
         if name == ROPE_FACTORS:
@@ -127,7 +127,7 @@ def _number(file: GgufFile, key: str, default: Any = None) -> Any:
 
 
 def _count(file: GgufFile, key: str, default: int | None = None) -> int:
-    """Return a whole number of at least 1.  ModelError for another value."""
+    """Return the field ``key`` of the model, a whole number of at least 1.  ModelError for another value."""
     value = _number(file, key, default)
     if not isinstance(value, int) or value < 1:
         raise file.refuse(f"{file.architecture}.{key}={shown(value)}: expected a whole number of at least 1")
@@ -135,7 +135,7 @@ def _count(file: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _check_fixed(file: GgufFile, head_dim: int) -> None:
-    """Raise ModelError for values that would change the result and are not implemented."""
+    """Raise ModelError for fields of a file whose values would change the result and are not implemented."""
     of_heads = dict.fromkeys(("attention.value_length", "rope.dimension_count"), (head_dim,))
     for key, allowed in {**of_heads, **FIXED_ROPE}.items():
         value = _number(file, key, allowed[-1])
@@ -147,7 +147,7 @@ def _check_fixed(file: GgufFile, head_dim: int) -> None:
 
 
 def _digits(value: float) -> float:
-    """Return a float32 with the digits that a text would have, such as 1e-06 instead of 9.999999974752427e-07."""
+    """Round a number that was stored in float32 to seven digits, such as 9.999999974752427e-07 to 1e-06."""
     return float(f"{value:.7g}")
 
 
@@ -162,7 +162,8 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _special(file: GgufFile) -> NewFields:
-    """Return the ids of the first token of a text and of the tokens that end an answer, as config.json has them."""
+    """Return ``bos_token_id`` and ``eos_token_id`` as config.json has them: the first token of a text, and end
+    tokens."""
     bos = file.values.get("tokenizer.ggml.bos_token_id")
     ends = list(file.ends)
     found: NewFields = {"bos_token_id": None, "eos_token_id": None}
@@ -245,7 +246,7 @@ def _llama3(file: GgufFile, theta: float) -> NewFields:
 
 
 def tensor_name(file: GgufFile, name: str) -> tuple[str, str]:
-    """Return the name of a tensor's module in transformers, and "weight" or "bias"."""
+    """Return the name of a tensor's module in transformers, and the parameter "weight" or "bias"."""
     module, _, param = name.rpartition(".")
     if module in OUTSIDE and param in ("weight", "bias"):
         return OUTSIDE[module], param
@@ -257,8 +258,7 @@ def tensor_name(file: GgufFile, name: str) -> tuple[str, str]:
 
 
 def is_packed(module: str, found: GgufTensor) -> bool:
-    """Return whether a tensor keeps its packed bytes, which is the case except for embeddings, whose rows are looked
-    up."""
+    """Return whether a tensor stays packed in blocks.  Embeddings are unpacked, because their rows are looked up."""
     return found.kind not in FLOATS and len(found.shape) == 2 and module != OUTSIDE["token_embd"]
 
 

@@ -24,16 +24,16 @@ from minivllm.errors import ModelError, ResourceError, shown
 SUFFIX = ".gguf"
 VERSIONS = (2, 3)
 MAGIC = b"GGUF"
-# limits, several times the values of the largest published files
+# limits of a header, several times the values of the largest published files
 MOST_KEYS = 1 << 16
 MOST_TENSORS = 1 << 18
 # largest number of strings in all arrays of a file; a vocabulary of 262,144 tokens has about 800,000 with its merges
 MOST_STRINGS = 1 << 22
-MOST_TEXT = 1 << 28  # bytes of all strings of a file
+MOST_TEXT = 1 << 28  # largest number of bytes of all strings of a file together
 MOST_DIMS = 4
-LISTED = 1 << 12  # numbers of an array that becomes a list; longer arrays stay in the mapped file
-ALIGNMENT = 32  # alignment of tensors if the file has no general.alignment
-# tokens that end an answer because of their spelling, as in llama.cpp, since many files name only one end id
+LISTED = 1 << 12  # arrays of at most this many numbers become lists; longer ones stay in the mapped file
+ALIGNMENT = 32  # alignment of tensors in bytes if the file has no general.alignment
+# texts of tokens that end an answer, as in llama.cpp, because many files name only one end token
 END_TEXTS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
     "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
@@ -41,26 +41,26 @@ END_TEXTS = frozenset({
 STRING = 8
 ARRAY = 9
 BOOL = 7
-CONTROL = 3  # tokenizer.ggml.token_type of a token that no text has
+CONTROL = 3  # tokenizer.ggml.token_type of control tokens, which never come from text
 SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
-NUMPY = {"F32": "<f4", "F16": "<f2"}  # tensor types whose data have the shape of the tensor -> dtype of numpy
+NUMPY = {"F32": "<f4", "F16": "<f2"}  # tensor type without blocks -> dtype of numpy
 
 
 class GgufTensor(NamedTuple):
-    """A tensor of a file.  ``shape`` is rows first, as torch has it.  ``data`` is a numpy array: F32 and F16 have
+    """A tensor of a GGUF file.  ``shape`` has the rows first, as in torch.  ``data`` is a numpy array: F32 and F16 have
     ``shape``, other types are u8 [rows, bytes of a row]."""
 
-    kind: str  # "F32", "F16", "BF16", "Q4_K" ...
+    kind: str  # type of the elements or blocks: "F32", "F16", "BF16", "Q4_K" ...
     shape: tuple[int, ...]
     data: Any
 
 
 class GgufFile(NamedTuple):
     path: Path
-    values: Mapping[str, Any]  # "llama.block_count" -> a number, a text, a list or, of many numbers, a numpy array
+    values: Mapping[str, Any]  # key such as "llama.block_count" -> number, text, list, or numpy array of many numbers
     tensors: Mapping[str, GgufTensor]
 
     def refuse(self, what: str) -> ModelError:
@@ -74,17 +74,18 @@ class GgufFile(NamedTuple):
         return found
 
     def of_model(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key that begins with the architecture's name, or ``default``."""
+        """Return the metadata under "<architecture>.<key>", or ``default`` if the file lacks it."""
         return self.values.get(f"{self.architecture}.{key}", default)
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Return the ids of tokens that end an answer.
+        """Return the ids of the tokens that end an answer.
 
-        The file's own id is first, then tokens of ``END_TEXTS``, then a control token "</s>", which may also be a tag.
+        Ids that the file names are first, then tokens with a text in ``END_TEXTS``, then "</s>" if it is a control
+        token.
         """
         tokens, kinds = (self.values.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
-        tokens = tokens if isinstance(tokens, list) else []  # the reader of the vocabulary refuses other values
+        tokens = tokens if isinstance(tokens, list) else []  # other values are refused when the vocabulary is read
         kinds = kinds if isinstance(kinds, list) or hasattr(kinds, "tolist") else []
         named = [self.values.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
         found = [i for i in named if type(i) is int]
@@ -95,7 +96,7 @@ class GgufFile(NamedTuple):
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` is one file of this format."""
+    """Return whether ``path`` is a GGUF file, by its suffix."""
     name = os.fspath(path)
     return name.lower().endswith(SUFFIX) and os.path.isfile(name)
 
@@ -133,11 +134,12 @@ def _read(path: str, size: int, changed: int) -> GgufFile:
 
 
 class Broken(ValueError):
-    """A header contradicts itself, or the size of its file."""
+    """The error of a header that contradicts itself or the size of its file."""
 
 
 class _Header:
-    """A reader of the header of one file: ``data`` are its bytes, ``at`` is the offset of the next value."""
+    """A reader of the header of a GGUF file: ``data`` are the bytes of the file, ``at`` is the offset of the next
+    value."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
@@ -146,13 +148,13 @@ class _Header:
         self.text = 0  # bytes of the strings read so far
 
     def read(self, sizes: Mapping[int, tuple[str, int, int]]) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-        """Return the values and the tensors of the file.
+        """Return the metadata by key, and the tensors by name.
 
-        ``sizes`` maps the number of a tensor type to (name, elements of a block, bytes of a block).
+        ``sizes`` maps the id of a tensor type to (name, elements of a block, bytes of a block).
         """
         tensors = self._unpack("<Q")
         keys = self._unpack("<Q")
-        self._fits("tensors", tensors, 24, MOST_TENSORS)  # bytes that an entry has at least
+        self._fits("tensors", tensors, 24, MOST_TENSORS)  # an entry has at least 24 bytes
         self._fits("keys", keys, 13, MOST_KEYS)
         values: dict[str, Any] = {}
         for _ in range(keys):
@@ -172,7 +174,8 @@ class _Header:
         return value
 
     def _fits(self, what: str, count: int, least: int, most: int | None) -> None:
-        """Refuse ``count`` items of at least ``least`` bytes that the rest of the file cannot hold."""
+        """Raise ``Broken`` if the rest of the file cannot hold ``count`` items of at least ``least`` bytes, or
+        ``count`` exceeds ``most``."""
         if most is not None and count > most:
             raise Broken(f"the header has {count} {what}: expected at most {most}")
         if count * least > len(self.data) - self.at:
@@ -215,7 +218,7 @@ class _Header:
         return found.tolist() if count <= LISTED else found
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """Read an array of strings.  This loop takes most of the time of reading a header."""
+        """Read an array of ``count`` strings.  This loop takes most of the time of reading a header."""
         self.strings += count
         self._fits(f"strings of {shown(key)}", self.strings, 0, MOST_STRINGS)
         self._fits(f"strings of {shown(key)}", count, 8, MOST_STRINGS)
@@ -239,7 +242,8 @@ class _Header:
         return found
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Read the entry of a tensor: (name, shape, number of its type, offset from the end of the header)."""
+        """Read the header's entry of a tensor: (name, shape, id of its type, offset in bytes from the end of the
+        header)."""
         name = self._string("the name of a tensor")
         dims = self._unpack("<I")
         if dims > MOST_DIMS:
@@ -251,7 +255,7 @@ class _Header:
         self, table: list[tuple[str, tuple[int, ...], int, int]], start: int, sizes: Mapping[int, tuple[str, int, int]]
     ) -> dict[str, GgufTensor]:
         found: dict[str, GgufTensor] = {}
-        end = 0  # end of the previous tensor; tensors do not overlap, so together they are at most as large as the file
+        end = 0  # offset behind the previous tensor; tensors must not overlap, so the file bounds their total size
         for name, shape, number, offset in sorted(table, key=lambda entry: entry[3]):
             if name in found:
                 raise Broken(f"tensor {shown(name)} is there twice")

@@ -23,14 +23,14 @@ from minivllm.errors import ConfigError, ModelError, brief, shown
 
 from . import NewFields
 
-# files of the configuration and the tokenizer; no code and no pickle
+# patterns of the files of the configuration and the tokenizer; none of them has code or a pickle
 CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt")
-PICKLED = ("*.bin", "*.pt", "*.pth")  # fetched only for load_format='pt'
+PICKLED = ("*.bin", "*.pt", "*.pth")  # patterns of files that are downloaded only for load_format='pt'
 WEIGHTS = "*.safetensors"
-POOLING = "1_Pooling"  # folder of sentence-transformers that is read for embeddings
+POOLING = "1_Pooling"  # folder that sentence-transformers writes; its configuration is read for embedding models
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MOST_NAMED = 3  # files, in a message
+MOST_NAMED = 3  # largest number of files that a message names
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REVISION = re.compile(r"(?!.*\.\.)[\w.-][\w./-]{0,199}")
 
@@ -48,10 +48,10 @@ class HubFiles:
 
 @dataclass(frozen=True)
 class HubOptions:
-    """The place and revision of a repository.
+    """The revision of a repository on the Hugging Face hub, and the folder of the cache.
 
-    ``revision`` is a branch, a tag or a commit, None means main.  ``download_dir`` is a cache, None means that of the
-    hub's library (HF_HUB_CACHE, HF_HOME).  ``option`` is the user's name of the revision.
+    ``revision`` is a branch, a tag or a commit; None means main.  ``download_dir`` is the cache; None means that of the
+    hub's library (HF_HUB_CACHE, HF_HOME).  ``option`` is the name of the user's option for the revision.
     """
 
     revision: str | None = None
@@ -68,12 +68,13 @@ class HubOptions:
 
 
 def without_weights(folder: Path) -> list[str]:
-    """Return the names of files that a folder lacks for a description of its model."""
+    """Return the names of files that a folder lacks and that are needed to describe its model without weights."""
     return [] if (folder / "config.json").exists() else ["config.json"]
 
 
 def whole_model(folder: Path) -> list[str]:
-    """Return the names of files that a folder lacks for loading its model.  A broken link of the cache is no file."""
+    """Return the names of files that a folder lacks and that are needed to load its model.  A broken link counts as
+    missing."""
     lacks = without_weights(folder)
     if (folder / SINGLE).exists():
         return lacks
@@ -84,7 +85,7 @@ def whole_model(folder: Path) -> list[str]:
 
 
 def whole_pickled(folder: Path) -> list[str]:
-    """Return the files that a folder lacks for ``load_format = "pt"``."""
+    """Return the names of files that a folder lacks and that ``load_format = "pt"`` needs."""
     index = folder / "pytorch_model.bin.index.json"
     if index.exists():
         listed = files.read_json(index, files.PART, ModelError)
@@ -94,9 +95,9 @@ def whole_pickled(folder: Path) -> list[str]:
 
 
 def _missing(folder: Path, listed: Any) -> list[str]:
-    """Return the sorted names of the shards in an index of shards that a folder lacks.
+    """Return the sorted names of the shards that the index ``listed`` names and a folder lacks.
 
-    A wrong index has no names; the loader refuses it."""
+    A malformed index gives no names; the loader refuses it later."""
     shards = listed.get("weight_map") if isinstance(listed, dict) else None
     if not isinstance(shards, dict):
         return []
@@ -113,7 +114,7 @@ def other_folders(name: str) -> list[str]:
     return patterns
 
 
-# other folders, which have the same weights in other formats
+# patterns of files that are never downloaded: folders with the same weights in other formats
 NEVER_READ = (*other_folders(POOLING), "consolidated*.safetensors")
 MODEL = HubFiles((*CONFIGURATION, WEIGHTS), whole_model)
 PICKLED_MODEL = HubFiles((*CONFIGURATION, *PICKLED), whole_pickled)
@@ -121,7 +122,9 @@ DESCRIPTION = HubFiles(CONFIGURATION, without_weights)
 
 
 def tokenizer_files(names: tuple[str, ...]) -> HubFiles:
-    """Return the files of a tokenizer.  At least one of ``names`` must exist; an error names the first one."""
+    """Return the files of a repository to download for a tokenizer; one of the files ``names`` is required.
+
+    An error about a missing file has the first of the names."""
     return HubFiles(CONFIGURATION, lambda at: [] if any((at / name).exists() for name in names) else [names[0]])
 
 
@@ -138,7 +141,7 @@ def find_snapshot(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
     folder = _download(name, wanted, hub)
     if not (lacks := wanted.lacks(folder)):
         return folder
-    if folder == cached:  # without a network the library returns the incomplete snapshot
+    if folder == cached:  # without a network the library returned the incomplete folder of the cache
         raise ModelError(_unreachable(name, wanted, hub, unless=", or has no such file"))
     why = "expected a whole model"
     if SINGLE in lacks:
@@ -169,7 +172,8 @@ def _download_arguments(wanted: HubFiles, hub: HubOptions) -> NewFields:
 
 
 def _cached(name: str, wanted: HubFiles, hub: HubOptions) -> Path | None:
-    """Return the snapshot in the cache, which may lack files, or None.  ModelError for a name that can be none."""
+    """Return the folder of a model in the cache, which may lack files, or None.  ModelError if the name cannot be a hub
+    id."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -179,7 +183,7 @@ def _cached(name: str, wanted: HubFiles, hub: HubOptions) -> Path | None:
         raise ModelError(f"{name}: no such directory, and no Hugging Face model id") from None
     except LocalEntryNotFoundError:
         return None
-    except (OSError, ValueError, RuntimeError) as exc:  # an impossible path, a ref that is no text
+    except (OSError, ValueError, RuntimeError) as exc:  # the path is impossible, or a file of the cache is no text
         raise ModelError(f"{name}: the Hugging Face cache cannot be read: {one_line(exc)}") from exc
 
 
@@ -208,12 +212,12 @@ def _download(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
     except errors.HfHubHTTPError as exc:
         todo = f"; {token}" if _status(exc) in (401, 403) else ""
         raise ModelError(f"{at}: the Hugging Face hub ({url}) returned: {one_line(exc)}{todo}") from exc
-    except Exception as exc:  # such as errors of the HTTP client, or of a full disk
+    except Exception as exc:  # many types: errors of the HTTP client, a full disk
         raise ModelError(f"{at}: cannot be fetched from the Hugging Face hub ({url}): {one_line(exc)}") from exc
 
 
 def _bars() -> NewFields:
-    """Return the arguments for progress bars, which are the library's on a terminal, and none elsewhere."""
+    """Return the arguments by which the library shows progress bars on a terminal, and none elsewhere."""
     if sys.stderr is not None and sys.stderr.isatty():
         return {}
     from huggingface_hub.utils import tqdm
@@ -226,14 +230,15 @@ def _bars() -> NewFields:
 
 
 def _status(exc: BaseException | None) -> int | None:
-    """Return the HTTP status of an error about an answer of the hub, or None."""
+    """Return the HTTP status of the hub's answer in an exception or its causes, or None."""
     return getattr(getattr(exc, "response", None), "status_code", None)
 
 
 def _unreachable(name: str, wanted: HubFiles, hub: HubOptions, status: int | None = None, unless: str = "") -> str:
-    """Return the message for a hub that is not reachable, or answers with the HTTP ``status``.
+    """Return the error message for files that the cache lacks while the hub is not reachable, or answers with
+    ``status``.
 
-    ``unless`` is a further possible reason, which follows the first one."""
+    ``unless`` is the text of a further possible reason."""
     from huggingface_hub import constants
 
     why = f"the hub ({constants.ENDPOINT}) " + (f"answers {status}" if status else f"cannot be reached{unless}")
@@ -246,7 +251,7 @@ def _unreachable(name: str, wanted: HubFiles, hub: HubOptions, status: int | Non
     todo = f"run `hf download {name}` where there is a network"
     if partial is not None and (lacks := wanted.lacks(partial)):
         return f"{at}: the cached snapshot {partial} lacks {_listed(lacks)}, and {why}; {todo}"
-    if partial is not None:  # files are missing that the model does not need
+    if partial is not None:  # the folder lacks only files that the model does not need
         return f"{at}: the cached snapshot {partial} is not whole, and {why}; {todo}, or give that directory"
     if hub.revision is not None and here.is_dir():
         refs = [p.relative_to(here / "refs").as_posix() for p in sorted((here / "refs").rglob("*")) if p.is_file()]
@@ -259,7 +264,7 @@ def _unreachable(name: str, wanted: HubFiles, hub: HubOptions, status: int | Non
 
 
 def _snapshot(here: Path, revision: str) -> Path | None:
-    """Return the folder of a revision in the cache of a repository, or None."""
+    """Return the folder of a revision in ``here``, the folder of a repository in the cache; None if it is not there."""
     ref = here / "refs" / revision
     commit = files.read_text(ref, error=ModelError).strip() if ref.is_file() else revision
     folder = here / "snapshots" / commit

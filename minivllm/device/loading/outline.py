@@ -1,4 +1,4 @@
-"""The memory of a model's weights and the kernels for them, computed without loading any.
+"""Compute the memory of a model's weights, and the kernels that multiply by them, without loading a weight.
 
 The model is built on torch's ``meta`` device with the chosen quantizer, as on the real device.
 """
@@ -30,7 +30,7 @@ LAYER = re.compile(r"layers\.\d+\.")
 
 
 class _Outline(Blueprint):
-    """Building blocks of a quantizer's schemes that have shapes and no memory."""
+    """Building blocks of a model with quantized weights that have shapes and no memory."""
 
     def __init__(self, dtype: str, quantizer: Quantizer, max_len: int) -> None:
         backend = SimpleNamespace(ctx=SimpleNamespace(max_len=max_len))
@@ -40,22 +40,23 @@ class _Outline(Blueprint):
 
 @dataclass
 class Component:
-    """The modules of one name in all layers."""
+    """The modules of the same kind in all layers of a model, such as all "mlp.down", with their sizes and formats."""
 
     count: int = 0
-    held: int = 0  # bytes
-    plain: int = 0  # bytes of the module without quantization
-    # forms of the weights, or dtypes of unquantized weights -> number of modules
+    held: int = 0  # bytes of the modules as they are stored
+    plain: int = 0  # bytes of the modules without quantization
+    # dtypes of the stored tensors, in words -> number of modules
     forms: Counter[str] = field(default_factory=Counter)
     quantized: bool = False
-    served: dict[str, Mapping[str, str]] = field(default_factory=dict)  # the names for each form, if there are several
+    # stored dtypes in words -> range of rows -> name of the kernel that multiplies
+    served: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def outline(
     arch: ModelArch, cfg: Any, quantizer: Quantizer, dtype: str, max_len: int, device: str, sm: int
 ) -> list[tuple[str, str]]:
-    """Return a name and a sentence for each component of the model, for the total, and for the rows that each kernel
-    serves.
+    """Return (name, sentence) pairs that describe the model: the memory of each component and of all weights, and the
+    kernel for each range of rows.
 
     ``sm`` is the compute capability of the device.  Raise PluginError and ModelError as when the model is loaded.
     """
@@ -76,7 +77,7 @@ def outline(
 
 
 def _read_natively(module: Module) -> bool:
-    """Return whether captured steps of a CPU can read a module's weights; they read all weights of a model or none."""
+    """Return whether native CPU code can read a module's weights."""
     scheme = getattr(module, "scheme", None)
     return scheme is None or (not isinstance(module, Embedding) and stored_by(scheme) is not None)
 
@@ -97,7 +98,7 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
         kind = "norms" if "norm" in LAYER.sub("", name) else LAYER.sub("", name)
         held = sum(t.nbytes for t in module.tensors.values())
         if not held and not isinstance(module, TiedLMHead):
-            continue  # the module has no weight
+            continue  # the module stores no weight of its own
         one = found.setdefault(kind, Component())
         one.count += 1
         one.held += held
@@ -105,7 +106,8 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
             info = module.info  # type: ignore[attr-defined]
             bias = info.out_features * info.bias
             one.plain += (info.out_features * info.in_features + bias) * each
-            rule = getattr(scheme, "rule", "")  # only quantizers that treat modules differently have a rule
+            # name of the rule by which the quantizer chose this scheme; only some quantizers have one
+            rule = getattr(scheme, "rule", "")
             one.quantized = True
             form = _form(module.tensors) + (f", as {rule}" if rule else "")
             one.served[form] = scheme.served(device, sm)

@@ -20,7 +20,7 @@ from minivllm.errors import ModelError, brief, shown
 SUFFIXES = (".bin", ".pt", ".pth")
 INDEX = "pytorch_model.bin.index.json"
 SINGLE = "pytorch_model.bin"
-# files that training programs write next to the weights
+# files with these suffixes that training programs write next to the weights, and that are no weights
 OTHERS = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*|trainer_state)\.(bin|pt|pth)"
 )
@@ -35,7 +35,7 @@ DTYPES: Mapping[torch.dtype, str] = {
 
 
 class _Said:
-    """The facts about a tensor of a pickled file that are known before its numbers are read."""
+    """The shape and the dtype of a tensor, in the form of an open safetensors file's ``get_slice``."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -65,7 +65,8 @@ class PickledFile:
 
 
 def _loaded(path: Path) -> Any:
-    """Return the contents of a file.  ModelError for a broken file, and for a file that would run code."""
+    """Return the object that ``torch.save`` wrote to a file.  ModelError for a broken file, and for one that would run
+    code."""
     files.check(path, error=ModelError)
     try:
         try:
@@ -76,14 +77,14 @@ def _loaded(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as exc:
         raise ModelError(f"{path}: {_refusal(str(exc))}") from None
-    except Exception as exc:  # a broken file raises errors of many types
+    except Exception as exc:  # torch raises errors of many types for a broken file
         message = brief(" ".join(str(exc).split()) or type(exc).__name__, 200)
         raise ModelError(f"{path}: not a whole file of torch.save ({message}); download it again") from None
 
 
 def _refusal(message: str) -> str:
-    """Return why torch refused a file."""
-    if "Unsupported operand" in message:  # an operation that the files of torch.save do not have
+    """Return the reason for which torch refused a file, made short from its ``message``."""
+    if "Unsupported operand" in message:  # an operation that no file of torch.save contains
         return (
             "is damaged, or not written by torch.save with its usual pickle_protocol; use such a file, or a "
             "checkpoint in safetensors"
@@ -118,13 +119,14 @@ def _checked(path: Path, found: Any) -> dict[str, Tensor]:
 
 
 def pickled_names(folder: Path) -> list[str]:
-    """Return the names of files in a folder that may be weights in this format."""
+    """Return the names of the files in a folder that may be weights of ``torch.save`` (*.bin, *.pt, *.pth)."""
     found = sorted(path.name for suffix in SUFFIXES for path in folder.glob(f"*{suffix}"))
     return [name for name in found if not OTHERS.fullmatch(name)]
 
 
 def pickled_files(folder: Path) -> list[Path] | None:
-    """Return the files to read if there is no index, which is one file with all tensors, or all shards of one number.
+    """Return the files of ``torch.save`` to read in a folder without an index: one file with all tensors, or all shards
+    of one checkpoint.
 
     ModelError names a missing shard, or files among which the choice is ambiguous.  None means that the folder has
     none.

@@ -1,4 +1,4 @@
-"""The files of weights in a model directory, with their tensors, their headers and the faults of files."""
+"""Find and read the files of weights in a model directory, and report faulty files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .pickled_files import SUFFIXES, PickledFile, pickled_files, pickled_names
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a tensor in a safetensors file, which is known before the tensor is read."""
+    """The file, name, shape and dtype of a tensor in a checkpoint, which are read without the tensor."""
 
     path: Path
     shape: tuple[int, ...]
     name: str
-    dtype: str  # name in the format, such as "F16" or "I32"
+    dtype: str  # as safetensors files name it, such as "F16" or "I32"
 
 
 def checkpoint_tensors(folder: Path, pickled: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -88,13 +88,14 @@ def check_unchanged(before: Mapping[Path, tuple[int, int, int]]) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, expected: Sequence[str] | None = None) -> Iterator[Any]:
-    """Open a file of weights.  ModelError if it is broken, or lacks a tensor that it is expected to have."""
+    """Open a file of weights.  ModelError if it is broken, or lacks one of the tensors ``expected``."""
     from safetensors import SafetensorError, safe_open
 
     if path.suffix in SUFFIXES:
         yield _with(PickledFile(path), path, expected)
         return
-    files.check(path, error=ModelError)  # the library would wait for a FIFO, and call a pointer of Git LFS broken
+    # checked first, because the library would wait for a FIFO, and report a pointer file of Git LFS as broken
+    files.check(path, error=ModelError)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield _with(file, path, expected)
@@ -103,7 +104,7 @@ def opened(path: Path, expected: Sequence[str] | None = None) -> Iterator[Any]:
 
 
 def _with(file: Any, path: Path, expected: Sequence[str] | None) -> Any:
-    """Return the opened file.  ModelError if it lacks one of the ``expected`` tensors."""
+    """Return ``file``, an open file of weights.  ModelError if it lacks one of the ``expected`` tensors."""
     names = set(file.keys())
     for name in expected or ():
         if name not in names:
@@ -112,7 +113,8 @@ def _with(file: Any, path: Path, expected: Sequence[str] | None) -> Any:
 
 
 def checkpoint_files(folder: Path, pickled: bool = False) -> list[tuple[Path, list[str] | None]]:
-    """Return the files to read, each with the tensor names that the index lists for it, None without an index.
+    """Return the files of weights in a folder, each with the tensor names that the index lists for it, or None without
+    an index.
 
     ``pickled`` selects the files of ``torch.save``, otherwise safetensors are read.  ModelError for missing files.
     """

@@ -19,46 +19,46 @@ from minivllm.errors import MinivllmError, ModelError, shown, suggest
 
 from .text_model import MARK
 
-# names of the scales of a quantized KV cache in checkpoints of vLLM, compressed-tensors, ModelOpt and Quark
+# names of tensors with scales of a quantized KV cache, in checkpoints of vLLM, compressed-tensors, ModelOpt and Quark
 KV_SCALE = re.compile(
     r".*\.(self_attn|self_attention|attn|attention)\.((attn|attention|impl)\.)?"
     r"(([qkv]|kv|prob|prob_output|softmax)_(scale|zero_point|zp)"
     r"|(?P<linear>([qkv]|kv|qkv)_proj|c_attn|query_key_value|Wqkv)\.([qkv]|kv|output)_(scale|zero_point|zp))"
 )
-# tensors of older checkpoints that are computed here
+# names of tensors in older checkpoints that are not read, because the engine computes them
 BUFFERS = re.compile(
     r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(attention\.)?((masked_)?bias|causal_mask)|" + KV_SCALE.pattern
 )
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-EMBEDDING = re.compile(r".*(embed|wte)\w*")  # the last word of an embedding's name
-# components of names that belong to another model than the text model
+EMBEDDING = re.compile(r".*(embed|wte)\w*")  # matches the last part of the name of an embedding's module
+# parts of tensor names that only other models than the text model have, such as an image encoder
 OTHER = re.compile(
     r"(visual|vision\w*|vit|audio\w*|speech\w*|talker|token2wav|code2wav|image\w*|mm_\w+|multi_modal\w*|\w*projector"
     r"|connector|perceiver\w*|qformer|aligner|mlp1|mlp_ar|resampler|encoder)",
     re.IGNORECASE,
 )
-# replacements of "layers" in names of Qianfan-OCR and Kimi-K2.5, which transformers 5.24 applies to names meant for
-# their encoders
+# (old, new) parts of tensor names: transformers 5.24 renames layers of the text models of Qianfan-OCR and Kimi-K2.5 so,
+# which is meant for their image encoders
 SPELLINGS = (("encoder.layers.", "layers."), ("blocks.", "layers."))
-OWN_PREFIX = re.compile(r"(^|\.)(language|text|llm)\w*\.$")  # a prefix of names that only the text model has
+OWN_PREFIX = re.compile(r"(^|\.)(language|text|llm)\w*\.$")  # prefixes of tensor names that only a text model has
 PREDICTION = re.compile(r"(^|\.)(mtp|mtp_\w+|nextn\w*)(\.|$)")
 PREDICTION_PART = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp_\w+|final_layernorm)(\.|$)")
 PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
-OF_TEXT = "the text model of "  # start of the note about tensors of other models, which an image encoder may read
+OF_TEXT = "the text model of "  # start of the note on tensors of other models, removed when an image encoder reads them
 PREDICTED = "next-token prediction"
 CACHE_SCALES = "scales of keys and values"
 MOST_HEADER = 256 << 20  # bytes
 
 
 class TensorNames:
-    """Map the names of a checkpoint's tensors to names in the rules of an architecture.
+    """Map the names of a checkpoint's tensors to the names that the loading rules of an architecture use.
 
-    ``skipped`` has the names of tensors that are left out, by the name of their model or head.
+    ``skipped`` maps another model or head in the checkpoint to the names of its tensors, which are not loaded.
     """
 
     def __init__(self, names: Iterable[str], rules: Sequence[Rule], cfg: Any) -> None:
         names = list(names)
-        self._known: dict[str, bool] = {}  # results of ``placed``, because a checkpoint may have 100,000 names
+        self._known: dict[str, bool] = {}  # cached results of ``placed``; a checkpoint may have 100,000 names
         self.sources = {_numberless(re.sub(r"\{[ie]\}", "0", rule.source)) for rule in rules}
         roots = {source.partition(".")[0] + "." for source in self.sources if "." in source}
         self.roots = sorted(roots)
@@ -76,16 +76,17 @@ class TensorNames:
         self._names = {name: self._named(name) for name in names}
 
     def of(self, name: str) -> str | None:
-        """Return the rules' name of a tensor, None for one that is left out."""
+        """Return the name under which rules match a tensor of the checkpoint; None for a tensor that is left out."""
         return self._names[name] if name in self._names else self._named(name)
 
     @property
     def changes(self) -> bool:
-        """Return whether any name differs from the checkpoint's, or any tensor from its form there."""
+        """Return whether any tensor has another name or layout in the checkpoint than the architecture's rules
+        expect."""
         return bool(self.turned) or any(name != new for name, new in self._names.items())
 
     def placed(self, name: str) -> bool:
-        """Return whether a rule matches this tensor."""
+        """Return whether a rule of the architecture matches a tensor of this name."""
         if (found := self._known.get(name)) is None:
             stem = _numberless(name)
             while stem and stem not in self.sources:
@@ -94,7 +95,7 @@ class TensorNames:
         return found
 
     def notes(self) -> list[str]:
-        """Return a sentence for each kind of tensors that are left out."""
+        """Return a sentence for each kind of tensors in the checkpoint that are not loaded."""
         own = (PREDICTED, CACHE_SCALES)
         reported = []
         others = {what: found for what, found in self.skipped.items() if what not in own}
@@ -134,7 +135,7 @@ class TensorNames:
         self.skipped.setdefault(what, []).append(name)
 
     def _of_text(self, name: str) -> str | None:
-        """Return the name that a tensor has in the text model, None for one of another model."""
+        """Return the name of a checkpoint's tensor in the text model; None for a tensor of another model."""
         if not name.startswith(self.prefix):
             return name if self.placed(name) else None
         text = self._rooted(name.removeprefix(self.prefix))
@@ -146,7 +147,8 @@ class TensorNames:
         return None if foreign else text
 
     def _rooted(self, name: str) -> str:
-        """Return the name with the root that it lacks, as in a file saved from a model without its head."""
+        """Return a tensor name with the first part that it lacks (such as "model."), as in files of a model without its
+        head."""
         if self.placed(name):
             return name
         tried = [root + name for root in self.roots]
@@ -155,7 +157,8 @@ class TensorNames:
         return next((text for text in tried if self.placed(text)), name)
 
     def _prefix(self, names: Sequence[str]) -> str:
-        """Return the prefix of the names of the text model's tensors, found by its embedding."""
+        """Return the prefix of the names of the text model's tensors in the checkpoint, found by the name of its
+        embedding."""
         tails = {source.rpartition(".")[2] for source in self.sources}
         tails = {tail for tail in tails if EMBEDDING.fullmatch(tail)}
         found: dict[str, int] = {}
@@ -180,8 +183,8 @@ class TensorNames:
         return max(found, key=lambda prefix: found[prefix], default="")
 
     def _beyond(self, names: Sequence[str], cfg: Any) -> tuple[str, ...]:
-        """Return the prefixes of tensors for multi-token prediction that are stored as additional layers after the
-        last one."""
+        """Return the name prefixes of layers for multi-token prediction, which some checkpoints store behind the last
+        layer."""
         stems = {source.partition(".*.")[0] + "." for source in self.sources if ".*." in source}
         depth = getattr(cfg, "num_hidden_layers", None)
         if type(depth) is not int:
@@ -213,21 +216,21 @@ def _numberless(name: str) -> str:
 
 
 def _model_of(name: str) -> str:
-    """Return the word for the model that a tensor belongs to."""
+    """Return the part of a tensor's name that names its model, such as "visual" for an image encoder."""
     words = name.split(".")
     return words[1] if words[0] in ("model", "thinker") and len(words) > 1 else words[0]
 
 
 def _layer(name: str) -> str:
-    """Return the beginning of a name up to the number of its layer."""
+    """Return the beginning of a tensor name up to the index of its layer."""
     match = NUMBER.search(name)
     return name[: match.end()] if match else name.rpartition(".")[0]
 
 
 def names_in(folder: Path, load_format: str = "auto") -> list[str] | None:
-    """Return the names of the tensors in the files of a folder, None if they cannot be read without torch.
+    """Return the names of the tensors in a folder's files of weights; None if they cannot be read without torch.
 
-    ``load_format`` selects the files.  Faults of files are left to the loader, which reads all of them.
+    ``load_format`` selects the files.  Faulty files give None, because the loader reports them later.
     """
     single = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
@@ -251,7 +254,8 @@ def names_in(folder: Path, load_format: str = "auto") -> list[str] | None:
 
 
 def check_names(folder: Path, names: Iterable[str], arch: ModelArch, cfg: Any) -> list[str]:
-    """Return sentences on the tensors that are left out.  ModelError for a tensor that has no place."""
+    """Return notes on tensors of a checkpoint that the text model lacks.  ModelError for any other tensor without a
+    rule."""
     found = TensorNames(names, arch.weights(cfg), cfg)
     for name in unplaced(found, arch, cfg):
         match = NUMBER.search(name)
@@ -263,7 +267,7 @@ def check_names(folder: Path, names: Iterable[str], arch: ModelArch, cfg: Any) -
 
 
 def unplaced(found: TensorNames, arch: ModelArch, cfg: Any) -> Iterator[str]:
-    """Yield the names that no rule matches."""
+    """Yield the names of the checkpoint's tensors that no rule of the architecture matches."""
     conversion = arch.conversion(cfg)
     for name in found._names:
         new = found.of(name)

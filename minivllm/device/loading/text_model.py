@@ -16,11 +16,11 @@ from minivllm.errors import ModelError, shown
 from . import Fields
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
-# old files of Qwen2-VL have the text model's fields beside one of these keys
+# keys beside which old files of Qwen2-VL have the fields of the text model at the top level
 ENCODERS = ("vision_config", "audio_config")
-# fields with equal positions on all axes, which is an ordinary rotary embedding
+# fields of rotary embeddings for several axes; for text all axes have equal positions, so the fields have no effect
 MROPE = ("mrope_section", "mrope_interleaved", "interleaved")
-MARK = "text_of"  # attribute of a text model's configuration that holds the configuration of its whole checkpoint
+MARK = "text_of"  # attribute of a text model's configuration with facts about the whole checkpoint
 PREFIX_LM = (
     "reads the tokens of a prompt with attention to later ones (a prefix language model), which is not implemented"
 )
@@ -29,10 +29,10 @@ REFUSED = {"paligemma": PREFIX_LM}
 
 @dataclass(frozen=True)
 class Alike:
-    """The model type as which a text model is read.
+    """A model type that computes the same as a text model without a class of its own.
 
-    ``fields`` are values that the class of the text model has as constants.  ``turned`` are the ends of names of
-    tensors [experts, in, out], which the model type has as [experts, out, in].
+    ``fields`` are values of its configuration that the text model has as constants.  ``turned`` are ends of names of
+    tensors that the text model stores as [experts, in, out] and the model type as [experts, out, in].
     """
 
     model_type: str
@@ -56,7 +56,8 @@ ALIKE: Mapping[str, Alike] = {
 
 @dataclass(frozen=True)
 class TextModel:
-    """``config`` is transformers' object, ``wrapper`` the architecture of the whole checkpoint."""
+    """A text model inside a larger checkpoint.  ``config`` is transformers' configuration object, and ``wrapper`` the
+    name of the architecture of the whole checkpoint."""
 
     config: Any
     architecture: str
@@ -83,7 +84,8 @@ def nested_parts(raw: Fields, prefix: str = "") -> list[tuple[str, Fields]]:
 def find_text_model(raw: Fields, wrapper: str) -> TextModel | None:
     """Return the text model of a checkpoint with the config.json ``raw``.
 
-    None if transformers' class has the text model's fields itself.  ModelError for a model that cannot be served.
+    Return None if transformers' configuration class of the checkpoint has the text model's fields itself.  ModelError
+    for a model that cannot be served.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -95,7 +97,8 @@ def find_text_model(raw: Fields, wrapper: str) -> TextModel | None:
         text = whole.get_text_config()
         if text is whole:
             return None
-        if isinstance(text, Mapping):  # a class without parts keeps the whole table
+        # a configuration class of transformers without nested parts keeps this one as a plain dict
+        if isinstance(text, Mapping):
             raise ModelError(
                 f"model_type={shown(kind)} has no text model inside it, and the file has "
                 f"{nested_parts(raw)[0][0][:-1]}: expected the model_type of the whole checkpoint, or the keys at the "
@@ -109,10 +112,9 @@ def find_text_model(raw: Fields, wrapper: str) -> TextModel | None:
 
 
 def _of_unknown(raw: Fields, known: Any) -> tuple[Any, bool | None]:
-    """Return the configuration of the text model of a model type unknown to transformers, and whether its head shares
-    the embedding's weight.
+    """Return the configuration of the text model in a checkpoint whose model type transformers lacks.
 
-    The second result is None if the file does not set it.
+    Also return whether its head shares the embedding's weight, None if the file does not set this.
     """
     parts = nested_parts(raw)
     for prefix, part in reversed(parts):
@@ -129,17 +131,17 @@ def _of_unknown(raw: Fields, known: Any) -> tuple[Any, bool | None]:
 
 
 def prefix_of(parts: list[tuple[str, Fields]]) -> str:
-    """Return the prefix of the keys of the innermost configuration."""
+    """Return the prefix of the keys of the innermost text model's configuration, such as "text_config."."""
     return parts[-1][0]
 
 
 def _tied(raw: Fields, part: Fields) -> bool | None:
-    """Return the value of ``tie_word_embeddings``, first from the text model's own part, None without one."""
+    """Return ``tie_word_embeddings`` of the text model's part of config.json, else that of the top level, else None."""
     return next((c["tie_word_embeddings"] for c in (part, raw) if "tie_word_embeddings" in c), None)
 
 
 def _made(text: Any, raw: Fields, tied: bool | None, wrapper: str) -> TextModel:
-    """Return the text model with the values that a file has beside the nested configuration."""
+    """Return the text model with the fields that config.json has at its top level added to its configuration."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -164,7 +166,7 @@ def _made(text: Any, raw: Fields, tied: bool | None, wrapper: str) -> TextModel:
 
 
 def _as(alike: Alike, fields: Fields) -> dict[str, Any]:
-    """Return the fields of a text model's configuration under the model type that computes the same on text."""
+    """Return the fields of a text model's configuration for the model type ``alike``, which computes the same."""
     found = {k: v for k, v in fields.items() if k not in ("model_type", "architectures")}
     rope = found.get("rope_parameters")
     if isinstance(rope, dict):

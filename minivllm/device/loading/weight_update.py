@@ -36,9 +36,9 @@ from .tensor_names import BUFFERS, no_place
 from .weights import PLAIN, LoadedRules, Target, dummy_tensors, needless, roots_of, whole_name
 from .weights import own_names as names_of_heads
 
-TESTED_ROWS = (1, 16)  # rows of the products by which a quantized layer is compared with its new weights
+TESTED_ROWS = (1, 16)  # numbers of input rows with which two quantized layers are compared
 WHERE = "update_weights"
-ALIGNED = 16  # alignment in bytes of each copy in spare memory
+ALIGNED = 16  # the copies in spare memory begin at multiples of this many bytes
 
 
 class SpareMemory:
@@ -49,14 +49,17 @@ class SpareMemory:
     """
 
     def __init__(self, tensors: Iterable[Tensor] = (), room: int = 0) -> None:
-        """Use the memory of contiguous tensors, whose values are overwritten, then ``room`` bytes of new memory."""
+        """Use the memory of the contiguous ``tensors``, which are overwritten, and then up to ``room`` bytes of new
+        memory."""
         self._free = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
         self._used: list[Tensor] = []
         self._room = room
-        self.added = False  # whether new memory was allocated
+        self.added = False  # whether memory besides the given tensors was allocated
 
     def keep(self, tensor: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the parts of a tensor, each with its copy.  A tensor that is not contiguous is copied to the host."""
+        """Copy a tensor to spare memory, and return its parts, each with its copy.
+
+        A tensor that is not contiguous is copied to host memory."""
         if not tensor.is_contiguous():
             return [(tensor, tensor.to("cpu", copy=True))]
         kept = []
@@ -71,7 +74,8 @@ class SpareMemory:
         return kept
 
     def _take(self, tensor: Tensor) -> Tensor | None:
-        """Return memory for the first elements of a tensor [n], or for all of them; None if no memory is left."""
+        """Return spare memory for a tensor [n], or for its first elements if a piece is smaller; None if no memory is
+        left."""
         size = tensor.element_size()
         for i, free in enumerate(self._free):
             count = min(len(tensor), len(free) // size)
@@ -88,14 +92,15 @@ class SpareMemory:
         return torch.empty_like(tensor)
 
     def clear(self) -> None:
-        """Write zeros where copies were."""
+        """Overwrite the memory of all copies with zeros, and forget them."""
         for piece in self._used:
             piece.zero_()
         self._used.clear()
 
 
 class WeightUpdate:
-    """The new tensors of a model, which have been checked, and the old ones while they are written."""
+    """An update of a model's weights: the checked new tensors, and copies of the old ones while the new ones are
+    written."""
 
     def __init__(
         self,
@@ -105,19 +110,20 @@ class WeightUpdate:
         finite: bool = True,
         once: bool = True,
     ) -> None:
-        """Check the tensors ``found`` by their names in a checkpoint.
+        """Check the new tensors ``found``, which have the names of a checkpoint, without writing them.
 
-        ``partial`` allows missing tensors.  ``finite`` refuses infinite numbers and NaN.  ``once`` lets ``write`` check
-        the numbers of tensors in host memory, if they are needed on a GPU anyway.  ModelError changes nothing."""
+        ``partial`` allows missing tensors.  ``finite`` refuses infinite numbers and NaN; with ``once``, tensors in host
+        memory for a model on a GPU are checked for these only after ``write`` has copied them.  Raise ModelError for a
+        tensor that does not fit."""
         self.parts = parts
         self.loaded = parts.loaded
         self.finite = finite
         self.once = once
         refuse_packed(self.loaded, parts)
         tensors = self._named(list(found))
-        # (name in the checkpoint, dtype, whether all numbers are finite) of each checked tensor
+        # of each checked tensor: name in the checkpoint, dtype, and whether all numbers are finite (bool on the device)
         self._finite: list[tuple[str, torch.dtype, Tensor]] = []
-        # names in the checkpoint and of targets: tensors whose numbers are checked once the device has them
+        # name in the checkpoint -> name of the target, of tensors that are checked for NaN after they are on the device
         self._unread: dict[str, str] = {}
         self.given = self._placed(tensors)
         self._check_complete(partial)
@@ -147,7 +153,9 @@ class WeightUpdate:
     # ---- checks --------------------------------------------------------------------------------------------------
 
     def _named(self, found: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return the tensors with the names of the rules.  ModelError for an item that is no named tensor."""
+        """Return the tensors under the names that the rules of the architecture use, after its conversion.
+
+        ModelError for an item that is no pair of a name and a tensor."""
         for item in found:
             if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
                 raise ModelError(f"{WHERE}: found {shown(item)}; expected pairs of a name and a tensor")
@@ -161,7 +169,8 @@ class WeightUpdate:
         return found if conversion is None else list(conversion.tensors(iter(found)))
 
     def _placed(self, tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the tensors by the names of their targets.  ModelError for a tensor that cannot be stored."""
+        """Return target name -> new tensor.  ModelError for a tensor without a target, of a wrong shape, or given
+        twice."""
         targets = self.loaded.targets
         rules = self.loaded.rules
         known = needless(rules)
@@ -192,8 +201,9 @@ class WeightUpdate:
         return given
 
     def _same_as(self, targets: Mapping[str, Target]) -> dict[str, str]:
-        """Return the second name of each weight that the embedding and the output head share, with the name of its
-        target."""
+        """Return alias -> name of the target, for weights that the embedding and the output head share.
+
+        A checkpoint may give such a weight under either name."""
         found: dict[str, str] = {}
         for head, own in names_of_heads(self.parts.arch, self.loaded.cfg, self.parts).items():
             shared = next((name for name, target in targets.items() if target.module is head.tied), None)
@@ -204,14 +214,15 @@ class WeightUpdate:
         return found
 
     def _embedding_name(self, head: TiedLMHead) -> str:
-        """Return the checkpoint's name of the embedding, for a head with a separate weight."""
+        """Return the name of the embedding's module in a checkpoint whose output head has a separate weight."""
         rules = self.parts.arch.weights(self.loaded.cfg)
         return next(rule.source for rule in rules if rule.module == head.tied.name)
 
     def _check(self, name: str, tensor: Tensor, own: str) -> None:
-        """Raise ModelError unless a tensor has the shape of the target ``own`` and finite floating-point numbers.
+        """Raise ModelError unless a tensor has the shape of the target ``own``; queue the check for infinite numbers
+        and NaN.
 
-        ``name`` is its name in the checkpoint."""
+        ``name`` is the tensor's name in the checkpoint."""
         target = self.loaded.targets[own]
         assert target.shape is not None  # see ``refuse_packed``
         try:
@@ -233,14 +244,14 @@ class WeightUpdate:
         raise not_finite(*next((name, dtype) for name, dtype, found in self._finite if not found))
 
     def _check_written(self) -> None:
-        """Raise ModelError if a tensor that was not checked before has infinite numbers or NaN.
+        """Raise ModelError if a tensor that ``write`` has just copied to the device has infinite numbers or NaN.
 
         It waits for the device once."""
         modules = {self.loaded.targets[own].module for own in self._unread.values()}
         found = [all_finite(tensor, tensor.dtype) for module in modules for tensor in module.tensors.values()]
         if not found or bool(torch.stack(found).all()):
             return
-        # Weights that an earlier update with finite=False has written may stay, so the given tensors decide.
+        # Other weights may have NaN from an earlier update with finite=False, so the given tensors are checked again.
         for name, own in self._unread.items():
             tensor = self.given[own]
             dtype = dtype_of(self.loaded.targets[own]) or tensor.dtype
@@ -248,7 +259,9 @@ class WeightUpdate:
                 raise not_finite(name, dtype)
 
     def _check_complete(self, partial: bool) -> None:
-        """Raise ModelError if tensors are missing.  A quantized layer needs all of its tensors in any case."""
+        """Raise ModelError if new tensors are missing.
+
+        With ``partial`` only a quantized layer that gets some of its tensors needs all of them."""
         missing = [name for name in self.loaded.targets if name not in self.given]
         if not partial and missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -264,9 +277,9 @@ class WeightUpdate:
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def write(self, spare: SpareMemory | None = None) -> None:
-        """Write the new weights in place.  If it raises, the weights are undefined until ``restore``.
+        """Write the new weights in place.  If this raises, the weights are undefined until ``restore``.
 
-        ``spare`` is memory for the old weights; None means that they are not needed."""
+        ``spare`` is memory for copies of the old weights; None means that ``restore`` will not be called."""
         self._spare = spare
         check_unchanged(self._stamps)
         before = addresses(self.parts)
@@ -299,19 +312,22 @@ class WeightUpdate:
             self._take(module, replacement)
 
     def _write_copy(self, head: TiedLMHead) -> None:
-        """Quantize the new weight of the embedding for the head that shares it."""
+        """Quantize the new weight of the embedding again for the output head ``head``, which has a quantized copy of
+        it."""
         replacement = copy.copy(head)
         replacement.scheme = head.scheme_of(head.info)
         replacement.finish()
         self._take(head, replacement)
 
     def _keep(self, module: Module) -> None:
-        """Keep the values of a module's tensors for ``restore``."""
+        """Copy a module's tensors to spare memory, so that ``restore`` can write them back."""
         if self._spare is not None:
             self._old += [pair for tensor in module.tensors.values() for pair in self._spare.keep(tensor)]
 
     def _take(self, module: Module, replacement: Any) -> None:
-        """Copy the tensors of a newly quantized ``replacement`` to its module, and compare the products of both."""
+        """Copy the tensors of a newly quantized layer ``replacement`` to ``module``.
+
+        Raise ModelError if both then multiply differently."""
         if shapes(module.tensors) != shapes(replacement.tensors):
             raise ModelError(f"{WHERE}: {module.name} has other tensors after it was quantized again")
         self._keep(module)
@@ -325,7 +341,7 @@ class WeightUpdate:
             raise ModelError(f"{WHERE}: {what}; its weights cannot change in place")
 
     def restore(self) -> None:
-        """Write the old weights back."""
+        """Write the weights from before the update back."""
         for tensor, old in reversed(self._old):
             tensor.copy_(old)
         for module in self.parts.modules.values():
@@ -349,7 +365,8 @@ def not_finite(name: str, dtype: torch.dtype) -> ModelError:
 
 
 def initial_tensors(parts: ModelParts, load_format: str, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors from which a model was loaded, or its random weights again."""
+    """Yield (name, tensor) of the weights with which the model was loaded: from its files, or random ones as at its
+    start."""
     if load_format == "dummy":
         return dummy_tensors(parts.loaded.targets, parts, seed)
     return checkpoint_tensors(Path(parts.loaded.folder), load_format == "pt")
@@ -368,7 +385,7 @@ def refuse_packed(loaded: LoadedRules, parts: ModelParts) -> None:
 
 
 def check_writable(parts: ModelParts) -> None:
-    """Raise ModelError unless all weights of a model can be written again after they were dropped."""
+    """Raise ModelError unless all weights of a model can be written again after their memory was freed."""
     refuse_packed(parts.loaded, parts)
     for module in parts.modules.values():
         if quantized(module):
@@ -376,14 +393,14 @@ def check_writable(parts: ModelParts) -> None:
 
 
 def layer_of(module: Module) -> Module:
-    """Return the layer that stores the weights of a module, which differs from the module for an output head with a
-    separate weight."""
+    """Return the layer that stores the weights of a module: the module itself, or the separate layer of an output head
+    that does not share the embedding's weight."""
     own = module.own if isinstance(module, TiedLMHead) else None
     return module if own is None else own
 
 
 def dtype_of(target: Target) -> torch.dtype | None:
-    """Return the dtype to which a new tensor is cast; None without a cast."""
+    """Return the dtype to which a new tensor for this target is cast; None if it is not cast."""
     if quantized(target.module):
         layer: Any = layer_of(target.module)
         dtype: torch.dtype = getattr(torch, layer.info.dtype)
@@ -393,7 +410,7 @@ def dtype_of(target: Target) -> torch.dtype | None:
 
 
 def safetensors_alone(folder: Path) -> bool:
-    """Return whether a folder has files of safetensors, and none of ``torch.save``."""
+    """Return whether a folder has safetensors files and no files of ``torch.save``."""
     return any(folder.glob("*.safetensors")) and not pickled_names(folder)
 
 

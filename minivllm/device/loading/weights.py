@@ -35,28 +35,28 @@ from .tensor_names import BUFFERS, no_place
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 DUMMY_STD = 0.02
 Wanted = Mapping[tuple[str, str], tuple[int, ...] | None]  # ``Module.wanted``
-PLAIN = ("weight", "bias")  # parameters that are not quantized
-WORDS = (".qweight", ".weight_packed")  # ends of the names of packed weights
-ROWS_AT_ONCE = 4096  # number of rows of two matrices that are compared in one operation
+PLAIN = ("weight", "bias")  # names of parameters of layers without quantization
+WORDS = (".qweight", ".weight_packed")  # ends of the names of tensors with packed weights
+ROWS_AT_ONCE = 4096  # two matrices are compared this many rows at a time
 log = logging.getLogger("minivllm")
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint tensor goes."""
+    """The module and its parts that a tensor of the checkpoint fills, and how its rows are divided."""
 
     module: Module
-    # the parts in the tensor, in order; with ``experts``, the parts of each expert, such as "{e}.up"
+    # the module's parts in the tensor, in order; with ``experts`` those of each expert, such as "{e}.up"
     parts: tuple[str, ...]
     param: str
-    # full shape before tensor-parallel slicing; None means that the weight scheme checks the shape
+    # shape of the tensor in the checkpoint, before it is sliced for tensor parallelism; None if the scheme checks it
     shape: tuple[int, ...] | None
-    rows: tuple[int, ...] = ()  # rows of each part, if there are several
+    rows: tuple[int, ...] = ()  # number of rows of each part, if the tensor has several
     pairs: tuple[int, int] | None = None  # see ``Rule``
-    transposed: bool = False  # whether the checkpoint has [in, out]; ``shape`` is that of the checkpoint
-    interleaved: bool = False  # likewise
-    experts: int = 0  # number of experts on the first axis, 0 for a tensor without experts or of one expert
-    whole: bool = False  # whether each part receives the whole tensor, because only its scheme can find the part's rows
+    transposed: bool = False  # whether the checkpoint stores [in, out]; ``shape`` is then also [in, out]
+    interleaved: bool = False  # whether rows of the parts alternate in the tensor
+    experts: int = 0  # number of experts on the tensor's first axis, 0 if it has no axis of experts
+    whole: bool = False  # whether each part gets the whole tensor, because only its weight scheme can find its rows
     groups: int = 1  # see ``Rule``
 
     def fill(self, tensor: Tensor) -> None:
@@ -77,7 +77,7 @@ class Target:
             pieces = [tensor[n :: len(parts)] for n in range(len(parts))]
         elif self.groups > 1:
             grouped = tensor.unflatten(0, (self.groups, -1))
-            rows = [n // self.groups for n in self.rows]  # of each part in one group
+            rows = [n // self.groups for n in self.rows]  # number of rows of each part in a group
             pieces = [piece.flatten(0, 1) for piece in grouped.split(rows, dim=1)]
         else:
             pieces = tensor.split(list(self.rows))
@@ -89,7 +89,7 @@ class Target:
 
 @dataclass(frozen=True)
 class LoadedRules:
-    """How a model was loaded, for later updates of its weights."""
+    """The folder, rules and targets with which a model was loaded, for later updates of its weights."""
 
     folder: str
     cfg: Any
@@ -106,7 +106,7 @@ def as_halves(x: Tensor, dim: int, turned: int) -> Tensor:
 
 
 def build_model(arch: ModelArch, cfg: Any, parts: ModelParts, where: str | Path = "") -> Model:
-    """Build the model of the folder ``where`` with allocated and uninitialized memory.
+    """Build the model with uninitialized weights.  ``where`` is its folder, for messages.
 
     Raise ModelError for a config value that is not implemented and for sizes that no tensor can have, ResourceError if
     memory is too small, and PluginError if the result is not a model.
@@ -130,7 +130,7 @@ def build_model(arch: ModelArch, cfg: Any, parts: ModelParts, where: str | Path 
 def load_weights(
     model_dir: str | Path, arch: ModelArch, cfg: Any, parts: ModelParts, load_format: str = "auto", seed: int = 0
 ) -> list[str]:
-    """Fill every module that ``parts`` made.
+    """Load the weights of every module that was built from ``parts``.
 
     ``load_format`` "auto" and "safetensors" read the safetensors of ``model_dir``, "pt" its files of ``torch.save``, of
     which no code is run; "dummy" draws random weights on the device from ``seed`` and reads no file.  Return sentences
@@ -156,7 +156,8 @@ def load_weights(
     rules = of_one_form(rules, text_names(headers, names) if several else ())
     targets = find_targets(rules, parts)
     parts.loaded = LoadedRules(str(model_dir), cfg, rules, targets)
-    if read and arch.conversion(cfg) is None:  # another conversion may make the tensor of several
+    # a conversion of the architecture may build a tensor from several others
+    if read and arch.conversion(cfg) is None:
         _check_there(placed, targets, str(model_dir))
     with torch.no_grad():
         if not read:
@@ -174,7 +175,7 @@ def load_weights(
 
 
 def reported(tensors: Iterator[tuple[str, Tensor]], total: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors, and report how many of the ``total`` bytes of their files were read."""
+    """Yield the tensors, and report the progress of reading them, of ``total`` bytes."""
     done = 0
     for name, tensor in tensors:
         progress.report(progress.WEIGHTS, min(done, total), total)
@@ -202,7 +203,7 @@ def tie(
     notes: list[str] = []
     for head, own in heads.items():
         untied = _untied(arch, cfg)
-        # a packed head does not share the embedding's weight
+        # a head with a packed weight cannot share the embedding's weight
         if head.scheme is not None and set(head.scheme.params()) != {"weight"}:
             head.untie()
             rules = untied
@@ -227,8 +228,9 @@ def tie(
 
 
 def own_names(arch: ModelArch, cfg: Any, parts: ModelParts) -> dict[TiedLMHead, str]:
-    """Return the heads that share the embedding's weight, with the name that a checkpoint would give to a weight
-    of their own.
+    """Return the output heads that share the embedding's weight.
+
+    The values are the names that checkpoints use for the weight of a head that does not share it.
     """
     heads = [module for module in parts.modules.values() if isinstance(module, TiedLMHead)]
     if not heads:
@@ -238,18 +240,18 @@ def own_names(arch: ModelArch, cfg: Any, parts: ModelParts) -> dict[TiedLMHead, 
 
 
 def _untied(arch: ModelArch, cfg: Any) -> Sequence[Rule]:
-    """Return the rules for a head with its own weight."""
+    """Return the loading rules of the model as if its output head did not share the embedding's weight."""
     apart = copy.copy(cfg)
     apart.tie_word_embeddings = False
     return arch.weights(apart)
 
 
 def _same(mine: Header, theirs: Header, dtype: torch.dtype) -> bool:
-    """Return whether two tensors of a checkpoint are equal in the dtype of the run."""
+    """Return whether two tensors of a checkpoint are equal after a cast to ``dtype``, in which the model runs."""
     if mine.shape != theirs.shape:
         return False
     with opened(mine.path) as left, opened(theirs.path) as right:
-        a = left.get_tensor(mine.name)  # mapped into memory, not read
+        a = left.get_tensor(mine.name)  # maps the file; the numbers are read piece by piece below
         b = right.get_tensor(theirs.name)
         pieces = zip(a.split(ROWS_AT_ONCE), b.split(ROWS_AT_ONCE), strict=True)
         return all(torch.equal(x.to(dtype), y.to(dtype)) for x, y in pieces)
@@ -265,14 +267,15 @@ def weight_bytes(parts: ModelParts) -> int:
 
 
 def several_forms(rules: Sequence[Rule], load_format: str) -> bool:
-    """Return whether the rules have several forms, one of which is selected by the checkpoint's names."""
+    """Return whether the rules are for several forms of checkpoints, so that the tensors' names must select one."""
     return load_format != "dummy" and len({rule.form for rule in rules} - {""}) > 1
 
 
 def of_one_form(rules: Sequence[Rule], names: Iterable[str]) -> list[Rule]:
-    """Return the rules without a form and the rules of a single form.
+    """Return the rules for one form of checkpoint, and the rules for all forms.
 
-    This is the first form with a tensor among ``names`` that other forms do not have, else the first form.
+    An architecture may have rules for several forms of its checkpoints.  The form is the first with a tensor among
+    ``names`` that the other forms lack, else the first form.
     """
     forms = list(dict.fromkeys(rule.form for rule in rules if rule.form))
     if len(forms) < 2:
@@ -327,11 +330,13 @@ def _targets_of(
     targets: dict[str, Target],
     filled: set[tuple[str, str, str]],
 ) -> None:
-    """Add the targets of a rule in a module to ``targets`` and ``filled``; ``number`` is the module's layer."""
+    """Add the targets of the parameters of ``module`` that ``rule`` fills to ``targets``, and mark these in ``filled``.
+
+    ``number`` is the index of the module's layer as a text.  Raise ModelError for a parameter that is filled twice."""
     parts_of = (rule.part,) if isinstance(rule.part, str) else rule.part
     first = rule_pattern(parts_of[0])
     stacked = "{e}" in parts_of[0] and "{e}" not in rule.source
-    experts: dict[str, int] = {}  # number of experts of each parameter
+    experts: dict[str, int] = {}  # parameter -> number of experts that have it
 
     def source_of(param: str, expert: str) -> str:
         stem = rule.source.replace("{i}", number).replace("{e}", expert)
@@ -374,15 +379,17 @@ def _target(
     shapes: Sequence[tuple[int, ...] | None],
     rule: Rule,
 ) -> Target:
-    """Return the target of the tensor ``whole_name``, whose ``parts`` have these shapes; None is a shape that only the
-    scheme has.  Raise ModelError for a tensor that cannot be divided into its parts."""
+    """Return the target of the checkpoint's tensor ``whole_name``.
+
+    ``shapes`` are those of the module's parts that the tensor holds; None is a shape that only the weight scheme has.
+    Raise ModelError for a tensor that cannot be divided into the parts."""
     known = [shape for shape in shapes if shape is not None]
     scheme: WeightScheme | None = getattr(module, "scheme", None)
     able = "cuts_groups" if rule.groups > 1 else "cuts_parts"
     packed = scheme is not None and param in scheme.params()
     if packed and getattr(scheme, able, False) and rule.pairs is None:
         return Target(module, parts, param, None, whole=True)
-    change = ""  # of the order of rows, which only the scheme can find in a quantized tensor
+    change = ""  # verb for a needed change of the rows, which is impossible for a quantized tensor
     if len(parts) > 1 and not rule.interleaved:
         change = "cut"
     elif rule.transposed:
@@ -410,14 +417,14 @@ def _target(
 
 
 def roots_of(targets: Mapping[str, Target]) -> list[str]:
-    """Return the first parts of the names of a model's tensors, such as "model."  in
+    """Return the first parts of the names of a model's tensors, such as "model." of
     "model.layers.0.mlp.up_proj.weight".
     """
     return sorted({name.partition(".")[0] + "." for name in targets})
 
 
 def whole_name(name: str, targets: Mapping[str, Target], roots: Sequence[str]) -> str:
-    """Return the target of a checkpoint's tensor.
+    """Return the name of the target of a checkpoint's tensor.
 
     Checkpoints that were saved from a model without its head, such as GPT-2's on the hub, lack the first part of names
     ("layers.0..."). transformers accepts them too.
@@ -427,7 +434,8 @@ def whole_name(name: str, targets: Mapping[str, Target], roots: Sequence[str]) -
 
 
 def rule_pattern(text: str) -> re.Pattern:
-    """Return the pattern of a rule's name: ``{i}`` is the same number at all its places, and ``{e}`` another number."""
+    """Compile a name in a rule to a pattern.  ``{i}`` matches a number, which is equal wherever it occurs; ``{e}``
+    matches another one."""
     met: set[str] = set()
 
     def number(match: re.Match) -> str:
@@ -440,7 +448,7 @@ def rule_pattern(text: str) -> re.Pattern:
 
 
 def needless(rules: Sequence[Rule]) -> list[re.Pattern]:
-    """Return the patterns of the tensors that the rules name and no module stores."""
+    """Return patterns of the names of tensors that rules list as unused."""
     return [re.compile(rule_pattern(rule.source).pattern + r"\..+") for rule in rules if rule.module is None]
 
 
@@ -471,7 +479,8 @@ def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rul
 
 
 def _check_there(names: Iterable[str], targets: Mapping[str, Target], where: str) -> None:
-    """Compare the names of a checkpoint with the targets before any tensor is read.  ModelError for missing tensors."""
+    """Raise ModelError if the checkpoint lacks tensors, before any tensor is read.  ``names`` are those of its
+    tensors."""
     roots = roots_of(targets)
     there = {whole_name(name, targets, roots) for name in names}
     for name in there - targets.keys():
