@@ -390,7 +390,7 @@ def test_a_point_that_a_model_names_and_passes_nothing_through_fails_the_step_by
         block = llm.engine.executor.runner.model.blocks[1]
         block.tapped = block.__call__
         (out,) = llm.generate([[1, 2]], SamplingParams(max_tokens=1), False, [Tap("layers.1.mlp", read=True)])
-        assert out.finish_reason == "error" and "names the point 'layers.1.mlp'" in out.error
+        assert out.finish_reason == "error" and "names the tap point 'layers.1.mlp'" in out.error
         assert llm.generate([[1, 2]], SamplingParams(max_tokens=1), False)[0].error is None
 
 
