@@ -29,16 +29,19 @@ class AttentionLayer(Module):
         # [rows of the rotary tables], the factor of each query by position; None means that queries have none
         self.factors: Tensor | None = None
         if layer.spec.sinks:
-            layer.sinks = self.tensors["sinks"] = torch.empty(layer.spec.heads, dtype=torch.float32, device=device)
+            layer.sinks = torch.empty(layer.spec.heads, dtype=torch.float32, device=device)
+            self.tensors["sinks"] = layer.sinks
         if layer.spec.alibi is not None:
             layer.slopes = torch.tensor(layer.spec.alibi, dtype=torch.float32, device=device)
 
     def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
-        return {("", name): (self.layer.spec.heads * self.shard.size,) for name in self.tensors}
+        heads = self.layer.spec.heads * self.shard.size
+        return {("", name): (heads,) for name in self.tensors}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         check_shape(tensor, (self.layer.spec.heads * self.shard.size,))
-        fill(self.tensors[param], tensor.chunk(self.shard.size)[self.shard.rank])
+        here = tensor.chunk(self.shard.size)[self.shard.rank]
+        fill(self.tensors[param], here)
 
     def refresh(self, params: Collection[str]) -> None:
         if self.pre is not None:  # drop the copy of the weights of the norms of q and k, which only a CPU makes

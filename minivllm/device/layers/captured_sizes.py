@@ -47,14 +47,16 @@ def coarse_sizes(most: int) -> list[int]:
     """Return the numbers of rows of captured mixed steps up to ``most``, ascending, and at most 1024.
 
     They are few, because a padded row costs little in a mixed step."""
-    return sorted({n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most} | {min(most, 1024)})
+    sizes = {n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most}
+    return sorted(sizes | {min(most, 1024)})
 
 
 def shared_sizes(most: int) -> list[int]:
     """Return the numbers of rows of captured decode steps that read shared prefixes once, ascending.
 
     They are few, because such steps are rarer."""
-    return sorted({n for n in (16, 32, 64, 128, 256, 384, 512, 768) if n < most} | {min(most, 1024)})
+    sizes = {n for n in (16, 32, 64, 128, 256, 384, 512, 768) if n < most}
+    return sorted(sizes | {min(most, 1024)})
 
 
 def token_size(tokens: int) -> int:
@@ -62,7 +64,12 @@ def token_size(tokens: int) -> int:
 
     The sizes are multiples of 64 up to 512, of 128 up to 2,048, of 256 up to 4,096 and then of 512.  So from 256 tokens
     on at most a quarter of a step is padding, from 1,024 on at most an eighth."""
-    unit = 64 if tokens <= 512 else 128 if tokens <= 2048 else 256 if tokens <= 4096 else 512
+    if tokens <= 512:
+        unit = 64
+    elif tokens <= 2048:
+        unit = 128
+    else:
+        unit = 256 if tokens <= 4096 else 512
     return -(-tokens // unit) * unit
 
 
@@ -73,12 +80,14 @@ def first_mixed(coarse: list[int], most: int) -> list[tuple[int, int]]:
     smaller mixed step can be padded to one of these sizes (``device/worker/graphs.py``).
     """
     most = token_size(min(most, MOST_TOKENS))
-    rows = [*(n for n in coarse[:-1] if n in FIRST_ROWS), coarse[-1]]
+    rows = [n for n in coarse[:-1] if n in FIRST_ROWS]
+    rows.append(coarse[-1])
     long_rows = next((n for n in rows if n >= LONG_ROWS), rows[-1])
     sizes = {(max(t, r), r) for t in FIRST_TOKENS if t < most for r in rows}
     sizes |= {(t, long_rows) for t in LONG_TOKENS if t < most}
     sizes |= {(t, rows[-1]) for t in MANY_ROWS_TOKENS if t < most}
-    sizes |= {(max(most, r), r) for r in (rows if most <= FIRST_TOKENS[-1] else (long_rows, rows[-1]))}
+    of_largest = rows if most <= FIRST_TOKENS[-1] else [long_rows, rows[-1]]
+    sizes |= {(max(most, r), r) for r in of_largest}
     return [(r, t) for t, r in sorted(sizes, reverse=True)]
 
 
@@ -115,5 +124,6 @@ def is_first_mixed(size: tuple[int, int], sizes: list[tuple[int, int]]) -> bool:
     rows, tokens = size
     few = min(r for r, _ in sizes)
     most = max(r for r, _ in sizes)
-    ends = min(sizes, key=lambda one: one[::-1]), max(sizes, key=lambda one: one[::-1])
+    by_tokens = sorted(sizes, key=lambda one: one[::-1])
+    ends = by_tokens[0], by_tokens[-1]
     return size in ends or (rows in (few, most) and tokens == READY_TOKENS)

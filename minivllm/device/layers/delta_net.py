@@ -67,7 +67,9 @@ class DeltaNet(Module):
         self.norm = torch.empty(spec.value_dim, dtype=dtype, device=device)
         self.rates = torch.empty(self.heads, dtype=torch.float32, device=device)
         self.dt_bias = torch.empty_like(self.rates)
-        self.tensors = {"conv": self.conv, "A_log": self.rates, "dt_bias": self.dt_bias, "norm": self.norm}
+        self.tensors = {"conv": self.conv, "norm": self.norm}
+        self.tensors["A_log"] = self.rates
+        self.tensors["dt_bias"] = self.dt_bias
         self.layer = StateLayer(spec.state(shard.size))
         self.fused: Any = None
         self.both: NormedLinear | None = None  # ``project`` and ``gates`` joined to one product
@@ -98,8 +100,10 @@ class DeltaNet(Module):
         size = self.shard.size
         check_shape(tensor, self.shapes()[part, param])
         if part == "conv":
-            sections = tensor.squeeze(1).split([width * size for width in self.widths])
-            fill(self.conv, torch.cat([section.chunk(size)[rank] for section in sections]))
+            widths = [width * size for width in self.widths]
+            sections = tensor.squeeze(1).split(widths)
+            here = [section.chunk(size)[rank] for section in sections]
+            fill(self.conv, torch.cat(here))
         elif part == "norm":
             fill(self.norm, tensor)
         else:
@@ -122,10 +126,11 @@ class DeltaNet(Module):
 
     def _inputs(self, h: Normed) -> tuple[Tensor, Tensor, Tensor]:
         """Return q | k | v [T, channels], z [T, value_heads * value_dim] and b | a [T, 2 * value_heads]."""
+        widths = [self.channels, self.inner]
         if self.both is not None and not self.project.linear.adapted:
-            x, z, ab = self.both(h).split([self.channels, self.inner, 2 * self.heads], dim=-1)
+            x, z, ab = self.both(h).split([*widths, 2 * self.heads], dim=-1)
             return x, z, ab
-        x, z = self.project(h).split([self.channels, self.inner], dim=-1)
+        x, z = self.project(h).split(widths, dim=-1)
         return x, z, self.gates(h)
 
     def structure(self) -> recurrent.DeltaLayer:
@@ -142,7 +147,8 @@ class DeltaNet(Module):
         x, z, ab = self._inputs(h)
         if self.native_conv is not None:
             o = recurrent.scan(self.structure(), x, ab, states)
-            return gated_norm(o, z, self.norm, spec.eps, invariant.activate if self.invariant else F.silu)
+            silu = invariant.activate if self.invariant else F.silu
+            return gated_norm(o, z, self.norm, spec.eps, silu)
         weights = self.conv, self.rates, self.dt_bias
         sizes = self.key_heads, self.heads, spec.key_dim, spec.value_dim
         if self.fused is None:
@@ -183,7 +189,8 @@ def scan(
     key_heads, heads, key_dim, value_dim = sizes
     packed = _FoldedTokens(x, ab, memory, step)
     mixed = F.silu(packed.convolved(weight.float()))
-    q, k, v = mixed.split([key_heads * key_dim] * 2 + [heads * value_dim], dim=-1)
+    keys = key_heads * key_dim
+    q, k, v = mixed.split([keys, keys, heads * value_dim], dim=-1)
     repeat = heads // key_heads
     q = _unit(q.view(-1, key_heads, key_dim)).repeat_interleave(repeat, 1)
     q = q * key_dim**-0.5
@@ -207,8 +214,9 @@ def scan(
         packed.store(state, base, i)
         new = i >= packed.fold[on]
         if bool(new.any()):
-            o = torch.einsum("rhkv,rhk->rhv", here[new], q[t[new]])
-            out[packed.source[t[new]]] = o.to(out.dtype)
+            fresh = t[new]
+            o = torch.einsum("rhkv,rhk->rhv", here[new], q[fresh])
+            out[packed.source[fresh]] = o.to(out.dtype)
     packed.keep(memory["ring"], x)
     packed.keep(memory["gates"], ab)
     return out
@@ -235,14 +243,16 @@ class _FoldedTokens:
         self.longest = int(size.max()) if len(size) else 0
         rows = torch.arange(len(size), device=x.device)
         self.row = torch.repeat_interleave(rows, size)
-        offset = torch.arange(len(self.row), device=x.device) - self.first[self.row]
+        index = torch.arange(len(self.row), device=x.device)
+        offset = index - self.first[self.row]
         self.position = self.begin[self.row] + offset
         self.folded = offset < self.fold[self.row]
         first_new = starts - self.fold
         self.source = (first_new[self.row] + offset).clamp(min=0)  # index in x
         self.ring = memory["ring"]
         self.x = x
-        self.gates = self._from(ab, memory["gates"], self.position, self.source, self.folded).float()
+        gates = self._from(ab, memory["gates"], self.position, self.source, self.folded)
+        self.gates = gates.float()
 
     def _from(self, new: Tensor, ring: Tensor, position: Tensor, source: Tensor, old: Tensor) -> Tensor:
         """Return the inputs at positions: from ``ring`` where ``old``, else from ``new`` at ``source``.
@@ -268,8 +278,10 @@ class _FoldedTokens:
 
     def base(self, state: Tensor) -> Tensor:
         """Return the state f32 [R, heads, key dim, value dim] before the first token of each row."""
-        found = state[self.step.rows].masked_fill((self.begin == 0).view(-1, 1, 1, 1), 0.0)
-        return found.masked_fill((self.step.behind < 0).view(-1, 1, 1, 1), torch.nan)
+        is_first = (self.begin == 0).view(-1, 1, 1, 1)
+        unusable = (self.step.behind < 0).view(-1, 1, 1, 1)
+        found = state[self.step.rows].masked_fill(is_first, 0.0)
+        return found.masked_fill(unusable, torch.nan)
 
     def on(self, i: int) -> Tensor:
         """Return the rows i64 [n] that have a token i."""
@@ -277,7 +289,8 @@ class _FoldedTokens:
 
     def _certain(self) -> Tensor:
         """Return how many tokens of each row are certain: of a row with drafts the first new one is the last."""
-        return torch.where(self.step.drafts, self.fold + self.n.clamp(max=1), self.size)
+        with_newest = self.fold + self.n.clamp(max=1)
+        return torch.where(self.step.drafts, with_newest, self.size)
 
     def store(self, state: Tensor, base: Tensor, i: int) -> None:
         """Store the states after token i of each row where they are needed: at the row's end, before its drafts, or
@@ -285,7 +298,9 @@ class _FoldedTokens:
         step = self.step
         last = torch.where(step.drafts, self.fold, self.size) == i + 1
         state[step.rows[last]] = base[last]
-        saved = (step.save_at == (self.begin + i + 1)[:, None]) & (i < self._certain())[:, None]
+        end = self.begin + i + 1
+        certain = i < self._certain()
+        saved = (step.save_at == end[:, None]) & certain[:, None]
         row, which = saved.nonzero(as_tuple=True)
         state[step.save_to[row, which]] = base[row]
 
@@ -294,18 +309,23 @@ class _FoldedTokens:
         step = self.step
         places = ring.shape[1]
         end = self.begin + self._certain()
-        saved = (step.save_at > self.begin[:, None]) & (step.save_at <= end[:, None])
+        after = step.save_at > self.begin[:, None]
+        saved = after & (step.save_at <= end[:, None])
         for r, which in saved.nonzero().tolist():
             at = int(step.save_at[r, which])
             start = int(step.start[r])
             token = int(step.cu_q[r])
+            to = step.save_to[r, which]
             for p in range(max(at - self.taps, 0), at):
-                value = new[token + p - start] if p >= start else ring[step.rows[r], p % places].clone()
-                ring[step.save_to[r, which], p % places] = value
+                place = p % places
+                if p >= start:
+                    ring[to, place] = new[token + p - start]
+                else:
+                    ring[to, place] = ring[step.rows[r], place].clone()
         index = torch.arange(len(self.row), device=new.device)
         offset = index - self.first[self.row]
         first = (self.size - places)[self.row]
         newest = ~self.folded & (offset >= first)
         state = step.rows[self.row[newest]]
-        place = self.position[newest] % places
-        ring[state, place] = new[self.source[newest]]
+        place_of = self.position[newest] % places
+        ring[state, place_of] = new[self.source[newest]]

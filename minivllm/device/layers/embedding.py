@@ -33,12 +33,18 @@ class VocabRange:
     def __init__(self, vocab: int, shard: Shard) -> None:
         self.vocab = vocab
         self.rows = -(-vocab // shard.size)
-        self.first, self.end = (min(vocab, (shard.rank + i) * self.rows) for i in (0, 1))
+        begin = shard.rank * self.rows
+        self.first = min(vocab, begin)
+        self.end = min(vocab, begin + self.rows)
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Return the range's rows [rows, ...] of a tensor [V, ...], padded with rows of zeros."""
         mine = tensor[self.first : self.end]
-        return mine if len(mine) == self.rows else F.pad(mine, (0, 0) * (mine.dim() - 1) + (0, self.rows - len(mine)))
+        missing = self.rows - len(mine)
+        if not missing:
+            return mine
+        other_axes = (0, 0) * (mine.dim() - 1)
+        return F.pad(mine, (*other_axes, 0, missing))
 
 
 class Embedding(Module):
@@ -77,13 +83,16 @@ class Embedding(Module):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows [T, dim] for ``ids`` i64 [T], which count from the first row of this process."""
-        return F.embedding(ids, self.weight) if self.scheme is None else self.scheme.gather(ids, self.dtype)
+        if self.scheme is None:
+            return F.embedding(ids, self.weight)
+        return self.scheme.gather(ids, self.dtype)
 
     def __call__(self, ids: Tensor) -> Tensor:
         if self.group is None:
             return self.rows(ids)
         here = (ids >= self.range.first) & (ids < self.range.end)
-        x = self.rows(torch.where(here, ids - self.range.first, 0)).masked_fill_(~here[:, None], 0)
+        row = torch.where(here, ids - self.range.first, 0)
+        x = self.rows(row).masked_fill_(~here[:, None], 0)
         self.group.all_reduce(x)
         return x
 

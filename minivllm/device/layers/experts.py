@@ -110,11 +110,12 @@ class Mixture(NormFusing):
         self.spec = spec
         self.hook = hook
         n = spec.count
-        self.router = parts.router(name + ".router", hidden, n, spec.router.bias, spec.router.choice_bias)
+        router = spec.router
+        self.router = parts.router(name + ".router", hidden, n, router.bias, router.choice_bias)
         self.logits = parts.normed_linear(self.router)
-        gate_up = name + ".experts.gate_up"
         inner = spec.inner
-        self.gate_up = parts.expert_linear(gate_up, hidden, n, [("gate", inner), ("up", inner)], spec.bias, "column")
+        both = [("gate", inner), ("up", inner)]
+        self.gate_up = parts.expert_linear(name + ".experts.gate_up", hidden, n, both, spec.bias, "column")
         self.down = parts.expert_linear(name + ".experts.down", inner, n, [("", hidden)], spec.bias, "row")
         self.gate = partial(parts.gate_mul, activation=spec.activation)
         if spec.activation == CLAMPED:
@@ -293,20 +294,23 @@ class Mixture(NormFusing):
         spec = self.spec
         linears = (self.gate_up, self.down)
         up_bias, down_bias = (None if one.bias is None else one.bias.view(spec.count, -1) for one in linears)
+        gate = spec.activation, spec.limit, spec.alpha
         if not isinstance(self.down.scheme, Dense):
             from minivllm.device.kernels.packed_experts import PackedExperts
 
             packed: list[Any] = [stored_by(one.scheme) for one in linears]
-            return PackedExperts(
-                spec.count, packed[0], packed[1], up_bias, down_bias, spec.activation, spec.limit, spec.alpha
-            )
-        up, down = (one.scheme.tensors["weight"].view(spec.count, -1, one.info.in_features) for one in linears)
-        return kernels.ExpertProducts(
-            up, down, up_bias, down_bias, spec.activation, spec.limit, spec.alpha, self.invariant
-        )
+            return PackedExperts(spec.count, packed[0], packed[1], up_bias, down_bias, *gate)
+        weights = []
+        for one in linears:
+            weight = one.scheme.tensors["weight"]
+            weights.append(weight.view(spec.count, -1, one.info.in_features))
+        up, down = weights
+        return kernels.ExpertProducts(up, down, up_bias, down_bias, *gate, self.invariant)
 
     def _one(self, x: Tensor, e: int) -> Tensor:
-        return self.down.expert(self.gate(self.gate_up.expert(x, e)), e)
+        """Return the output [n, H] of expert ``e`` for x [n, H]."""
+        both = self.gate_up.expert(x, e)
+        return self.down.expert(self.gate(both), e)
 
     def _hit(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return the expert outputs [T * k, H] for ids i64 [T * k], computed for one chosen expert at a time."""
@@ -327,7 +331,8 @@ class Mixture(NormFusing):
         A captured step needs this, because the host cannot read there which experts are chosen."""
         y = x.new_zeros(*ids.shape, x.shape[1])
         for e in range(self.spec.count):
-            y = torch.where((ids == e)[..., None], self._one(x, e)[:, None], y)
+            chosen = (ids == e)[..., None]
+            y = torch.where(chosen, self._one(x, e)[:, None], y)
         return y
 
 
@@ -349,5 +354,6 @@ class ExpertsNorm(Joined):
             return super().__call__(h, residual)
         from minivllm.device.kernels.experts import ResidualNorm
 
-        y, squares = self.experts.onto(h, ResidualNorm(residual, self.norm.weight, self.norm.eps, self.whole))
+        norm = ResidualNorm(residual, self.norm.weight, self.norm.eps, self.whole)
+        y, squares = self.experts.onto(h, norm)
         return Normed(y, squares, self.norm.eps), residual

@@ -36,9 +36,11 @@ def allocate(
     """
     for group, n in zip(groups, blocks, strict=True):
         for i in group:
-            layers[i].cache = {
-                name: zeros((n, *t.shape), getattr(torch, t.dtype), device) for name, t in layouts[i].tensors.items()
-            }
+            cache = {}
+            for name, tensor in layouts[i].tensors.items():
+                dtype = getattr(torch, tensor.dtype)
+                cache[name] = zeros((n, *tensor.shape), dtype, device)
+            layers[i].cache = cache
     return [[layers[i].cache for i in group] for group in groups]
 
 

@@ -98,13 +98,16 @@ class Lowering:
         self._layers = [None if layer.recurrent else next(remaining) for layer in self.spec.layers]
         for i, layer in enumerate(self.spec.layers):
             self._check(i, layer, self._layers[i])
-        self._memory = {
-            "qkv": torch.zeros(tokens, max(map(self._wide, range(len(self._layers))))),
-            "attn": torch.zeros(tokens, max(self._inner(layer) for layer in self.spec.layers)),
-            "mid": torch.zeros(tokens, max(layer.mlp.inner for layer in self.spec.layers)),
+        widths = {
+            "qkv": max(map(self._wide, range(len(self._layers)))),
+            "attn": max(self._inner(layer) for layer in self.spec.layers),
+            "mid": max(layer.mlp.inner for layer in self.spec.layers),
         }
-        if delta := [layer.recurrent for layer in self.spec.layers if isinstance(layer.recurrent, GatedDelta)]:
-            self._memory["gates"] = torch.zeros(tokens, max(2 * spec.value_heads for spec in delta))
+        mixers = [layer.recurrent for layer in self.spec.layers]
+        heads = [mixer.value_heads for mixer in mixers if isinstance(mixer, GatedDelta)]
+        if heads:
+            widths["gates"] = 2 * max(heads)
+        self._memory = {name: torch.zeros(tokens, width) for name, width in widths.items()}
         self._views: dict[tuple[str, int, int], int] = {}
         self._inner_registers: dict[int, int] = {}  # of adapters, by width
         self.x = program.register(torch.zeros(tokens, self.spec.hidden))
@@ -118,9 +121,8 @@ class Lowering:
 
     def keep_states(self, memory: Tensor) -> None:
         """Store the results of all tokens that FORWARD returns in ``memory`` [places, H], by the places of group 0."""
-        self.program.add(
-            "store", in_=self.out, data=memory, format=FORMATS[memory.dtype], n=len(memory), k=memory.shape[1]
-        )
+        places, width = memory.shape
+        self.program.add("store", in_=self.out, data=memory, format=FORMATS[memory.dtype], n=places, k=width)
 
     def _served(self, model: Any) -> tuple[Any, Sequence[Any]]:
         """Return the model that has the embedding and the output layer, and the layers of ``model``."""
@@ -156,21 +158,24 @@ class Lowering:
         k = cache["k"]
         v = cache["v"]
         scaled = SCALES[0] in cache
-        if k.dtype not in ((torch.int8,) if scaled else PLAIN) or k.dtype != v.dtype:
+        accepted = (torch.int8,) if scaled else PLAIN
+        if k.dtype not in accepted or k.dtype != v.dtype:
             raise NotLowered(f"layer {i} has a KV cache of {k.dtype} and {v.dtype}".replace("torch.", ""))
         token = (self.block, a.kv_heads)
-        if scaled and any(
-            x.shape[1:] != token or x.dtype != torch.float32 or not whole(x) for x in (cache[name] for name in SCALES)
-        ):
+        scales = [cache[name] for name in SCALES] if scaled else []
+        if any(x.shape[1:] != token or x.dtype != torch.float32 or not whole(x) for x in scales):
             raise NotLowered(f"layer {i} has scales of keys and values that do not lie token by token")
-        if k.shape[1:] != (*token, a.dim_qk) or v.shape[1:] != (*token, a.dim_v) or not whole(k, v):
+        key_shape = (*token, a.dim_qk)
+        value_shape = (*token, a.dim_v)
+        if k.shape[1:] != key_shape or v.shape[1:] != value_shape or not whole(k, v):
             raise NotLowered(f"layer {i} has a KV cache that does not lie token by token")
 
     def _view(self, name: str, first: int, width: int) -> int:
         """Return the register of columns [first, first + width) of the buffer ``name``."""
         key = (name, first, width)
         if key not in self._views:
-            self._views[key] = self.program.register(self._memory[name][:, first : first + width])
+            columns = self._memory[name][:, first : first + width]
+            self._views[key] = self.program.register(columns)
         return self._views[key]
 
     # ---- operands ----------------------------------------------------------------------------------------------------
@@ -196,23 +201,20 @@ class Lowering:
         """Return the operation fields of the weight and bias of a linear layer or head.
 
         NotLowered for a layer that sums over processes, and for a storage form that the kernels cannot read."""
-        if not isinstance(module, (Linear, LMHead, TiedLMHead)) or (isinstance(module, Linear) and module.reduce):
+        sums = isinstance(module, Linear) and module.reduce
+        if sums or not isinstance(module, (Linear, LMHead, TiedLMHead)):
             raise NotLowered(f"{module.name} is a {type(module).__name__} that it cannot multiply by")
+        outputs = module.info.out_features
+        inputs = module.info.in_features
         stored = module.stored()
-        if stored is None or not readable(stored, module.info.out_features, module.info.in_features):
+        if stored is None or not readable(stored, outputs, inputs):
             raise NotLowered(f"the weight of {module.name} lies in a form that it does not read")
         bias = getattr(module, "bias", None)
+        if bias is not None:
+            bias = bias.float()
         weight = self._narrow(stored.weight)
-        return {
-            "format": FORMATS[weight.dtype],
-            "n": module.info.out_features,
-            "k": module.info.in_features,
-            "group": stored.group or module.info.in_features,
-            "data": weight,
-            "scale": stored.scale,
-            "zero": stored.zero,
-            "bias": None if bias is None else bias.float(),
-        }
+        fields = {"format": FORMATS[weight.dtype], "n": outputs, "k": inputs, "group": stored.group or inputs}
+        return {**fields, "data": weight, "scale": stored.scale, "zero": stored.zero, "bias": bias}
 
     def _narrow(self, weight: Tensor) -> Tensor:
         """Return a bfloat16 copy of a float32 weight if it has exactly the same numbers, else the weight itself.
@@ -226,9 +228,11 @@ class Lowering:
             if self.copied + weight.nbytes // 2 > self._room:
                 return weight
             copy = weight.bfloat16()
-            same = all(torch.equal(a.float(), b) for a, b in zip(copy.split(4096), weight.split(4096), strict=True))
+            pieces = zip(copy.split(4096), weight.split(4096), strict=True)
+            same = all(torch.equal(narrow.float(), wide) for narrow, wide in pieces)
             self.narrowed[key] = weight, copy if same else weight
-            self.copied += copy.nbytes if same else 0
+            if same:
+                self.copied += copy.nbytes
         return self.narrowed[key][1]
 
     def _product(self, linear: Any, x: int, out: int, norm: str | None, **fields: Any) -> None:
@@ -249,13 +253,15 @@ class Lowering:
         found = linear.adapter.low_rank(self.adapters)
         if found is None or found.a.dtype not in PLAIN or not whole(found.a[0], found.b[0]):
             raise NotLowered(f"adapters of {linear.name} are no low-rank products in memory that it reads")
-        starts = torch.tensor([rows.start for rows in linear.info.rows.values()] + [linear.info.out_features])
+        begins = [rows.start for rows in linear.info.rows.values()]
+        starts = torch.tensor([*begins, linear.info.out_features])
         layer = low_rank(found.a, found.b, found.ranks, starts)
         self.program.hold(layer, found, starts)
         _, parts, rank, _ = found.a.shape
         width = parts * rank
         if width not in self._inner_registers:
-            self._inner_registers[width] = self.program.register(torch.zeros(self.program.most_tokens, width))
+            inner = torch.zeros(self.program.most_tokens, width)
+            self._inner_registers[width] = self.program.register(inner)
         return layer, self._inner_registers[width]
 
     # ---- operations --------------------------------------------------------------------------------------------------
@@ -317,7 +323,8 @@ class Lowering:
         name = f"layers.{i}.attn."
         if attention is not None:
             return self._attention(i, layer, attention, norm)
-        module: Any = self.modules[name + ("delta" if isinstance(layer.recurrent, GatedDelta) else "conv")]
+        kind = "delta" if isinstance(layer.recurrent, GatedDelta) else "conv"
+        module: Any = self.modules[name + kind]
         mixed = self._view("qkv", 0, self._wide(i))
         self._product(self.modules[name + "in"], self.x, mixed, norm)
         if isinstance(module, ShortConvolution):
@@ -374,49 +381,49 @@ class Lowering:
         qkv = self._view("qkv", 0, self._wide(i))
         attn = self._view("attn", 0, a.heads * a.dim_v)
         self._product(self._qkv(i), self.x, qkv, norm)
-        pre = block.pre
-        name = f"layers.{i}.attn."
         if layer.qk_norm == WIDTH:
             for which, first, width in (("q", 0, widths[0]), ("k", widths[0], widths[1])):
                 part = self._view("qkv", first, width)
-                self.program.add("norm", in_=part, out=part, **self._norm(f"{name}{which}_norm"))
-        self.program.add(
-            "attend",
-            in_=qkv,
-            out=attn,
-            heads=a.heads,
-            kv_heads=a.kv_heads,
-            dim_qk=a.dim_qk,
-            dim_v=a.dim_v,
-            rope_dim=0 if pre.cos is None else pre.cos.shape[1],
-            kv_group=attention.group,
-            window=a.window or 0,
-            cos=pre.cos,
-            sin=pre.sin,
-            q_norm=None if pre.q_norm is None else pre.q_norm.float(),
-            k_norm=None if pre.k_norm is None else pre.k_norm.float(),
-            eps=pre.eps,
-            sinks=attention.sinks,
-            cap=a.softcap or 0.0,
-            softmax_scale=a.softmax_scale,
-            keys=attention.cache["k"],
-            values=attention.cache["v"],
-            key_scales=attention.cache.get("k_scale"),
-            value_scales=attention.cache.get("v_scale"),
-            kv_format=FORMATS[attention.cache["k"].dtype],
-        )
+                norm_of = self._norm(f"layers.{i}.attn.{which}_norm")
+                self.program.add("norm", in_=part, out=part, **norm_of)
+        fields: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "dim_qk": a.dim_qk, "dim_v": a.dim_v}
+        fields["kv_group"] = attention.group
+        fields["window"] = a.window or 0
+        fields["cap"] = a.softcap or 0.0
+        fields["sinks"] = attention.sinks
+        fields["softmax_scale"] = a.softmax_scale
+        fields |= self._prepared(block.pre)
+        fields |= self._cached(attention.cache)
+        self.program.add("attend", in_=qkv, out=attn, **fields)
         if not layer.gated:
             return attn
         gate = self._view("qkv", sum(widths), a.heads * a.dim_v)
         self.program.add("gate", in_=attn, out=gate, heads=a.heads, activation=ACTIVATIONS["sigmoid"])
         return gate
 
+    def _prepared(self, pre: Any) -> dict[str, Any]:
+        """Return the fields of the attention operation for rotary embeddings, and for norms of q and k."""
+        fields = {"cos": pre.cos, "sin": pre.sin, "rope_dim": 0, "eps": pre.eps}
+        if pre.cos is not None:
+            fields["rope_dim"] = pre.cos.shape[1]
+        for name in ("q_norm", "k_norm"):
+            weight = getattr(pre, name)
+            fields[name] = None if weight is None else weight.float()
+        return fields
+
+    def _cached(self, cache: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the fields of the attention operation for the tensors of the KV cache of a layer."""
+        keys = cache["k"]
+        fields = {"keys": keys, "values": cache["v"], "kv_format": FORMATS[keys.dtype]}
+        return {**fields, "key_scales": cache.get("k_scale"), "value_scales": cache.get("v_scale")}
+
     def _mlp(self, name: str, layer: LayerSpec, norm: str | None) -> int:
         """Add the first product of an MLP, and return the register that its last product reads."""
         mlp = layer.mlp
         assert isinstance(mlp, MLP)  # a layer of experts is not lowered
         out = self._view("mid", 0, mlp.inner)
-        up = self.modules[name + ("mlp.gate_up" if mlp.gated else "mlp.up")]
+        first = "mlp.gate_up" if mlp.gated else "mlp.up"
+        up = self.modules[name + first]
         self._product(up, self.x, out, norm, gated=int(mlp.gated), activation=ACTIVATIONS[mlp.activation])
         return out
 
@@ -463,9 +470,11 @@ class HeadLowering(Lowering):
         super()._embed()
         self.x = stream
         self.program.add("norm", in_=left, out=left, **self._norm("embedding_norm"))
-        self.program.add("norm", in_=self.program.register(self.states), out=right, **self._norm("hidden_norm"))
+        states = self.program.register(self.states)
+        self.program.add("norm", in_=states, out=right, **self._norm("hidden_norm"))
         weight = self._weight(self.modules["fc"])
-        self.program.add("product", in_=self.program.register(both), out=self.x, **weight)
+        joined = self.program.register(both)
+        self.program.add("product", in_=joined, out=self.x, **weight)
 
 
 def lower(

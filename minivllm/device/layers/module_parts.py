@@ -78,16 +78,20 @@ class ModuleParts:
         self.invariant = batch_invariant
         # Whether these kernels run depends on the number of rows, so the bits of a result depend on it too.
         self.pairs = fuse and not batch_invariant and "pairs" not in unfused
-        self.fuse_norms, self.fuse_gate = (fuse and which not in unfused for which in ("norms", "gate"))
+        self.fuse_norms = fuse and "norms" not in unfused
+        self.fuse_gate = fuse and "gate" not in unfused
         # these run for any number of rows, and have the bits of separate kernels
-        self.fixed_gates = self.fuse_gate and batch_invariant and "pairs" not in unfused and self.device != "cpu"
+        fixed = batch_invariant and self.device != "cpu"
+        self.fixed_gates = self.fuse_gate and fixed and "pairs" not in unfused
         self.described = False  # whether the model is a plain ``Decoder`` of its architecture's ``DecoderSpec``
         self.found = Found()
         self.loaded: Any = None  # ``loading.weights.LoadedRules``, once the weights are loaded
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
         self.states: list[StateLayer] = []  # layers with a recurrent state
-        self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}
+        self._group_of: dict[int, int] | None = None
+        if groups is not None:
+            self._group_of = {layer: g for g, members in enumerate(groups) for layer in members}
         self._geometries: list[tuple] = []
         self.free_rows = 0  # number of rows of the rotary tables after the rows of positions, for parts of images
         self._tables: dict[tuple[Rope, bool], tuple[Tensor, Tensor]] = {}
@@ -109,9 +113,10 @@ class ModuleParts:
 
     def _info(self, name: str, kind: str, inp: int, parts: Sequence[tuple[str, int]], **more: Any) -> ModuleInfo:
         dtype = str(self.dtype).removeprefix("torch.")
-        sources = None if self.found.sources is None else self.found.sources.get(name, {})
-        names = self.found.names.get(name, {})
-        fields: dict[str, Any] = {"shard": self.shard, "sources": sources, "names": names, **more}
+        fields: dict[str, Any] = {"shard": self.shard, "sources": None, **more}
+        fields["names"] = self.found.names.get(name, {})
+        if self.found.sources is not None:
+            fields["sources"] = self.found.sources.get(name, {})
         return ModuleInfo(name, kind, inp, tuple(parts), dtype, self.device, **fields)
 
     def heads(self, n: int) -> int:
@@ -150,7 +155,7 @@ class ModuleParts:
         copies: Mapping[str, int] | None = None,
     ) -> Linear:
         info = self._info(name, "linear", inp, parts, bias=bias, split=split, copies=copies or {})
-        return self.add(Linear(info, self._scheme(info) or self._dense(info), self.group))
+        return self.add(Linear(info, self._scheme_or_dense(info), self.group))
 
     def qkv(self, name: str, inp: int, spec: AttnSpec, bias: bool, gated: bool = False) -> Linear:
         """Make one projection with the parts "q", "k" and "v".
@@ -160,7 +165,9 @@ class ModuleParts:
         heads = self.heads(spec.heads)
         kv_heads = self.kv_heads(spec.kv_heads)
         copies = self._copies(spec.kv_heads)
-        sizes = [("q", heads * spec.dim_qk), ("k", kv_heads * spec.dim_qk), ("v", kv_heads * spec.dim_v)]
+        sizes = [("q", heads * spec.dim_qk)]
+        sizes.append(("k", kv_heads * spec.dim_qk))
+        sizes.append(("v", kv_heads * spec.dim_v))
         if gated:
             sizes.append(("gate", heads * spec.dim_v))
         return self._linear(name, inp, sizes, bias, "column", {"k": copies, "v": copies})
@@ -175,21 +182,10 @@ class ModuleParts:
         values = spec.inner
         mixed = [("q", keys), ("k", keys), ("v", values), ("z", values)]
         gates = [("b", spec.value_heads), ("a", spec.value_heads)]
-        project, gate = (
-            self.normed_linear(self.linear(name + end, hidden, parts, split="column"))
-            for end, parts in ((".in", mixed), (".gates", gates))
-        )
-        made = DeltaNet(
-            name + ".delta",
-            spec,
-            self.shard,
-            project,
-            gate,
-            self.dtype,
-            self.device,
-            self.fuse,
-            self.invariant,
-        )
+        project = self.normed_linear(self.linear(name + ".in", hidden, mixed, split="column"))
+        gate = self.normed_linear(self.linear(name + ".gates", hidden, gates, split="column"))
+        where = self.dtype, self.device
+        made = DeltaNet(name + ".delta", spec, self.shard, project, gate, *where, self.fuse, self.invariant)
         self.states.append(made.layer)
         return self.add(made)
 
@@ -199,10 +195,9 @@ class ModuleParts:
         The module of its input projection is named ``name.in``, and that of the convolution ``name.conv``.  ModelError
         if the processes do not divide the channels."""
         parts = [(part, spec.inner) for part in "bcx"]
-        project = self.linear(name + ".in", hidden, parts, bias=spec.bias, split="column")
-        made = ShortConvolution(
-            name + ".conv", spec, self.shard, self.normed_linear(project), self.dtype, self.device, self.fuse
-        )
+        project = self.normed_linear(self.linear(name + ".in", hidden, parts, bias=spec.bias, split="column"))
+        where = self.dtype, self.device
+        made = ShortConvolution(name + ".conv", spec, self.shard, project, *where, self.fuse)
         self.states.append(made.layer)
         return self.add(made)
 
@@ -210,7 +205,8 @@ class ModuleParts:
         self, name: str, inp: int, parts: Sequence[tuple[str, int]], split: str | None
     ) -> tuple[int, Sequence[tuple[str, int]]]:
         if split == "column":
-            return inp, [(part, self._share(rows, f"{name}.{part} outputs")) for part, rows in parts]
+            shares = [(part, self._share(rows, f"{name}.{part} outputs")) for part, rows in parts]
+            return inp, shares
         if split == "row":
             return self._share(inp, f"{name} inputs"), parts
         if split is not None:
@@ -227,8 +223,9 @@ class ModuleParts:
             raise PluginError(f"{who}: scheme() gave {shown(scheme)} for {info.name}; expected a WeightScheme, or None")
         return scheme
 
-    def _dense(self, info: ModuleInfo) -> Dense:
-        return Dense(info, self.pairs, invariant=self.invariant)
+    def _scheme_or_dense(self, info: ModuleInfo) -> WeightScheme:
+        """Return the quantizer's scheme for a module, or the scheme of an unquantized weight."""
+        return self._scheme(info) or Dense(info, self.pairs, invariant=self.invariant)
 
     def router(
         self, name: str, inp: int, outputs: int = 1, bias: bool = False, choice_bias: bool = False
@@ -239,7 +236,7 @@ class ModuleParts:
         per expert that affects only the choice of experts.
         """
         info = self._info(name, "router", inp, [("", outputs)], bias=bias)
-        return self.add(RouterLinear(info, self._scheme(info) or self._dense(info), choice_bias))
+        return self.add(RouterLinear(info, self._scheme_or_dense(info), choice_bias))
 
     def expert_linear(
         self, name: str, inp: int, count: int, parts: Sequence[tuple[str, int]], bias: bool, split: str
@@ -249,7 +246,9 @@ class ModuleParts:
         Each expert has all of ``parts`` (name, outputs); the layer's parts are "0.gate", "0.up", "1.gate" ...
         ``split`` is as in ``linear``.  PluginError if the quantizer's scheme cannot store experts."""
         inp, parts = self._shares(name, inp, parts, split)
-        each = [(f"{e}.{part}" if part else str(e), rows) for e in range(count) for part, rows in parts]
+        each = []
+        for e in range(count):
+            each += [(f"{e}.{part}" if part else str(e), rows) for part, rows in parts]
         info = self._info(name, "experts", inp, each, bias=bias, split=split, experts=count)
         scheme = self._scheme(info)
         if scheme is not None and type(scheme).expert is WeightScheme.expert:
@@ -265,10 +264,10 @@ class ModuleParts:
         """Make uninitialized weights that the architecture itself computes with, unsplit on every process.
 
         ``shapes`` maps a weight's name to its shape and dtype; a dtype of None means the model's."""
-        made = {
-            param: torch.empty(tuple(shape), dtype=getattr(torch, dtype) if dtype else self.dtype, device=self.device)
-            for param, (shape, dtype) in shapes.items()
-        }
+        made = {}
+        for param, (shape, kind) in shapes.items():
+            dtype = getattr(torch, kind) if kind else self.dtype
+            made[param] = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         return self.add(Tensors(name, made)).tensors
 
     def embedding(self, name: str, rows: int, dim: int, whole: bool = False, packable: bool = False) -> Embedding:
@@ -276,23 +275,31 @@ class ModuleParts:
 
         ``whole`` keeps all rows on every process, which is better for a small table.  ``packable`` lets the quantizer
         store it: the model must then read rows only by calling the module."""
-        group = self.group if self.shard.size > 1 and not whole else None
-        scheme = None
-        info = self._info(name, "embedding", dim, [("", VocabRange(rows, share_of(group)).rows)])
-        if packable and (scheme := self._scheme(info)) is not None:
-            scheme = None if type(scheme).gather is WeightScheme.gather else scheme
+        group = None if whole else self._ranks
+        here = VocabRange(rows, share_of(group)).rows
+        info = self._info(name, "embedding", dim, [("", here)])
+        scheme = self._scheme(info) if packable else None
+        if scheme is not None and type(scheme).gather is WeightScheme.gather:
+            scheme = None
         return self.add(Embedding(info, rows, scheme, group))
+
+    @property
+    def _ranks(self) -> Any:
+        """Return the communicator of the processes that share the model, None for a single process."""
+        return self.group if self.shard.size > 1 else None
 
     def lm_head(self, name: str, inp: int, vocab: int, tied: Embedding | None = None) -> LMHead | TiedLMHead:
         """Make the output head: hidden states [N, inp] -> logits [N, vocab].
 
         ``tied`` is the embedding whose weight the head shares; None gives the head its own.  ModelError for a quantized
         checkpoint whose vocabulary the processes do not divide."""
-        group = self.group if self.shard.size > 1 else None
+        group = self._ranks
         size = share_of(group).size
         even = "column" if size > 1 and vocab % size == 0 else None
-        info = self._info(name, "lm_head", inp, [("", -(-vocab // size))], split=even)
-        packed = any(set(source.tensors) - {"weight", "bias"} for source in (info.sources or {}).values())
+        here = -(-vocab // size)
+        info = self._info(name, "lm_head", inp, [("", here)], split=even)
+        sources = (info.sources or {}).values()
+        packed = any(set(source.tensors) - {"weight", "bias"} for source in sources)
         if size > 1 and even is None and packed:
             raise ModelError(
                 f"{name} comes quantized, and its {vocab} outputs cannot be shared by {size} processes: expected a "
@@ -300,7 +307,7 @@ class ModuleParts:
             )
         if tied is not None:
             return self.add(TiedLMHead(info, tied, self._scheme, self.pairs, self.invariant))
-        return self.add(LMHead(info, self._scheme(info) or self._dense(info), vocab, group))
+        return self.add(LMHead(info, self._scheme_or_dense(info), vocab, group))
 
     def norm(self, name: str, dim: int, kind: Norm | float) -> RMSNorm | LayerNorm:
         """Make a norm over ``dim`` elements.  A ``kind`` that is a number means an RMSNorm with that epsilon."""
@@ -328,9 +335,10 @@ class ModuleParts:
         ``keys`` means that they are KV heads, of which processes may have copies.
         """
         copies = self._copies(heads) if keys else 1
-        here = self.kv_heads(heads) if keys else self.heads(heads)
-        first = self.shard.rank // copies * here
-        return self.add(HeadsNorm(name, heads, range(first, first + here), dim, kind, self.dtype, self.device))
+        count = self.kv_heads(heads) if keys else self.heads(heads)
+        first = self.shard.rank // copies * count
+        here = range(first, first + count)
+        return self.add(HeadsNorm(name, heads, here, dim, kind, self.dtype, self.device))
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """Return the elementwise activation of an MLP without a gate, by its name in ``decoder.ACTIVATIONS``."""

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
     from .parts import ModelParts
 
+# attributes of the worker's ``DeviceState`` that the program reads
+COLUMNS = (
+    "tokens", "table", "block", "stop_ids", "rope_first", "dropped", "stopped", "known", "end", "min_end", "seed",
+    "sample", "n_eos",
+)  # fmt: skip
 MOST_TOKENS = 64
 MANY_TOKENS = 512
 
@@ -60,24 +65,16 @@ class NativeSteps:
         self.watched = watched
         self.adapters = adapters
         self._check(wiring, parts)
-        rows = min(len(state.stopped) * (1 + wiring.speculation.num_speculative_tokens), MOST_TOKENS)
+        with_drafts = len(state.stopped) * (1 + wiring.speculation.num_speculative_tokens)
+        rows = min(with_drafts, MOST_TOKENS)
         self.plain = int(replaceable(sampler))  # bits of the sampler variants that the program draws
-        self.columns = {
-            "tokens": state.tokens,
-            "longest": state.tokens.shape[1],
-            "table": state.table,
-            "slots": state.table.shape[1],
-            "blocks": state.table.shape[2],
-            "block": state.block,
-            "stop_ids": state.stop_ids,
-            "per_row": state.stop_ids.shape[1],
-            "rope_first": state.rope_first,
-            "dropped": state.dropped,
-            "temperature": self._temperature(wiring) if self.plain else None,
-            "ahead": 0,
-        }
-        names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
-        self.columns |= {name: getattr(state, name) for name in names}
+        self.columns = {name: getattr(state, name) for name in COLUMNS}
+        self.columns["longest"] = state.tokens.shape[1]
+        self.columns["slots"] = state.table.shape[1]
+        self.columns["blocks"] = state.table.shape[2]
+        self.columns["per_row"] = state.stop_ids.shape[1]
+        self.columns["temperature"] = self._temperature(wiring) if self.plain else None
+        self.columns["ahead"] = 0
         threads = torch.get_num_threads()
         self._dtype = getattr(torch, wiring.dtype)
         self.most_tokens = MANY_TOKENS if widened(self._dtype) else MOST_TOKENS
@@ -137,15 +134,16 @@ class NativeSteps:
         for all used hidden states.
         """
         rows = len(plan.slots)
-        if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered) or len(plan.given):
+        if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps):
             return False
-        if len(plan.observe) or len(plan.sums):
+        if len(plan.steered) or len(plan.given) or len(plan.observe) or len(plan.sums):
             return False
         if len(plan.pooled):
             used = len(plan.samples) + int(plan.pooled[:, 2].sum())
             if not 0 < used <= len(self.hidden):
                 return False
-        return 0 < int(plan.q_len.sum()) <= (rows if self._decode else self.most_tokens)
+        most = rows if self._decode else self.most_tokens
+        return 0 < int(plan.q_len.sum()) <= most
 
     def forward(self, plan: StepPlan) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Run FORWARD and return (the hidden states [N, H] of the N tokens that sample, the sums of ``plan.pooled``).
@@ -161,7 +159,10 @@ class NativeSteps:
         hidden = self._forward(plan, used)
         assert hidden is not None
         sums = pool(plan, hidden, used, self.state)
-        return hidden[self.state.to(rows_of(at, used))] if len(at) else None, sums
+        if not len(at):
+            return None, sums
+        drawing = self.state.to(rows_of(at, used))
+        return hidden[drawing], sums
 
     def _watched(self, plan: StepPlan, at: np.ndarray) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Do the same as ``forward`` for a step whose hidden states a drafter reads; ``at`` i64 [N] sample."""
@@ -189,8 +190,11 @@ class NativeSteps:
         if n:
             box[2 + 3 * r : 2 + 3 * r + n] = used
         advance = self._set_states(plan, whole)
-        places = None if self.places is None else np.repeat(self.places[whole.slots], whole.q_len)
-        self.program.forward(self._at, None if places is None else address(places))
+        if self.places is None:
+            self.program.forward(self._at)
+        else:
+            places = np.repeat(self.places[whole.slots], whole.q_len)
+            self.program.forward(self._at, address(places))
         advance()
         if not n:
             return None
@@ -227,9 +231,13 @@ class NativeSteps:
         This requires that all rows only draw a token, in a variant that the program has.  Logprobs, guides, active
         processors and data for the host need ``step.sample``.
         """
-        if plan.topk >= 0 or len(plan.late) or len(plan.host) or len(plan.held) or len(plan.guided):
+        if plan.topk >= 0 or len(plan.late) or len(plan.host):
             return False
-        return 0 < len(plan.samples) <= len(self.logits) and self.draws_rows(plan.slots[plan.samples])
+        if len(plan.held) or len(plan.guided):
+            return False
+        if not 0 < len(plan.samples) <= len(self.logits):
+            return False
+        return self.draws_rows(plan.slots[plan.samples])
 
     def draws_rows(self, slots: np.ndarray) -> bool:
         """Return whether rows of ``slots`` i32 [N] only draw a token, each in a variant that the program has."""
@@ -247,7 +255,8 @@ class NativeSteps:
         box[0] = n
         box[1] = LOGITS | DRAW
         box[2 : 2 + n] = plan.slots[plan.samples]
-        box[2 + n : 2 + 2 * n] = (plan.computed + plan.q_len)[plan.samples]
+        ends = plan.computed + plan.q_len
+        box[2 + n : 2 + 2 * n] = ends[plan.samples]
         box[2 + 2 * n : 2 + 3 * n] = plan.draft[plan.samples] if len(plan.draft) else 0
         packed = np.empty((3, n), np.int32)
         self.program.sample(self._at, address(packed))
@@ -276,8 +285,13 @@ class NativeHead:
         # a draft is not yet accepted, so lengths and ends of the sequences stay unchanged
         self.known = torch.zeros_like(state.known)
         self.stopped = torch.zeros_like(state.stopped)
-        own = {"known": self.known, "stopped": self.stopped, "end": torch.full_like(state.end, 1 << 40), "ahead": 1}
-        columns = {**steps.columns, **own, "rope_first": None if one_rope else state.rope_first}
+        columns = dict(steps.columns)
+        columns["known"] = self.known
+        columns["stopped"] = self.stopped
+        columns["end"] = torch.full_like(state.end, 1 << 40)
+        columns["ahead"] = 1
+        if one_rope:
+            columns["rope_first"] = None
         threads = torch.get_num_threads()
         rows = min(len(state.stopped), MOST_TOKENS)
         made = lower(
@@ -333,7 +347,8 @@ class NativeHead:
         box[0] = r
         box[1] = DRAW
         box[2 : 2 + r] = slots
-        box[2 + r : 2 + 2 * r] = np.minimum(position, self.state.tokens.shape[1] - 1)
+        last = self.state.tokens.shape[1] - 1
+        box[2 + r : 2 + 2 * r] = np.minimum(position, last)
         box[2 + 2 * r : 2 + 3 * r] = 0
         self.program.sample(self._at, self._out_at)
         return torch.from_numpy(self._out.ravel()[:r].astype(np.int64))
@@ -354,14 +369,9 @@ class NativeHead:
         holds the hidden states of the served model, by the places of KV group 0."""
         box = self._box
         r = len(slots)
-        source = HeadStates(
-            memory.data_ptr(),
-            FORMATS[memory.dtype],
-            memory.shape[1],
-            self.states.data_ptr(),
-            self.hidden.data_ptr(),
-            self.state.tokens.shape[1] - 2,
-        )
+        at = memory.data_ptr(), FORMATS[memory.dtype], memory.shape[1]
+        last = self.state.tokens.shape[1] - 2
+        source = HeadStates(*at, self.states.data_ptr(), self.hidden.data_ptr(), last)
         self.stopped.copy_(self.state.stopped)
         box[0] = r
         box[1] = k

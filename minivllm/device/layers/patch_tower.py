@@ -66,22 +66,26 @@ class PatchTower:
         visual = self.visual
         x = F.linear(patches, *self.embed)
         frame = grid[1] * grid[2]
-        x = (x.view(-1, len(tables.learned), x.shape[1]) + tables.learned).view_as(x)
+        by_image = x.view(-1, len(tables.learned), x.shape[1])
+        x = (by_image + tables.learned).view_as(x)
         found = {}
         for number, block in enumerate(visual.blocks):
             x = x + self._attend(block.attn, block.norm1(x), tables, frame)
             x = x + block.mlp(block.norm2(x))
             if number in self.levels:
-                found[number] = visual.deepstack_merger_list[self.levels.index(number)](x)
+                merger = visual.deepstack_merger_list[self.levels.index(number)]
+                found[number] = merger(x)
         return [visual.merger(x), *(found[level] for level in self.levels)]
 
     def _attend(self, attention: Any, x: Tensor, tables: Tables, frame: int) -> Tensor:
         """Return the outputs [T, width] of an attention layer in which the patches of a frame attend to each other."""
         qkv = attention.qkv(x).view(len(x), 3, self.heads, self.dim)
         q, k = self.turn(qkv, tables.cos, tables.sin)
-        q, k, v = (one.view(-1, frame, self.heads, self.dim).transpose(1, 2) for one in (q, k, qkv[:, 2]))
-        seen = F.scaled_dot_product_attention(q, k, v)
-        out: Tensor = attention.proj(seen.transpose(1, 2).reshape(len(x), -1))
+        shape = (-1, frame, self.heads, self.dim)
+        by_frame = [one.view(shape).transpose(1, 2) for one in (q, k, qkv[:, 2])]
+        seen = F.scaled_dot_product_attention(*by_frame)
+        joined = seen.transpose(1, 2).reshape(len(x), -1)
+        out: Tensor = attention.proj(joined)
         return out
 
     def tables(self, grid: tuple[int, int, int]) -> Tables:
@@ -107,13 +111,16 @@ class PatchTower:
         row = order // columns
         column = order % columns
         learned = _resampled(weight, rows, columns)[order.to(weight.device)].repeat(frames, 1)
-        exponents = torch.arange(0, self.dim // 2, 2, dtype=torch.float32) / (self.dim // 2)
-        turns = torch.stack([row, column], 1).float()[..., None] / self.theta**exponents
+        half = self.dim // 2
+        exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
+        positions = torch.stack([row, column], 1).float()
+        turns = positions[..., None] / self.theta**exponents
         angles = turns.flatten(1).repeat(frames, 1)
         cos = angles.cos()
         sin = angles.sin()
-        tables = torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)
-        return Tables(learned.to(weight.dtype), *(one.to(weight.device) for one in tables))
+        both_cos = torch.cat([cos, cos], 1).to(weight.device)
+        both_sin = torch.cat([-sin, sin], 1).to(weight.device)
+        return Tables(learned.to(weight.dtype), both_cos, both_sin)
 
 
 def _resampled(weight: Tensor, rows: int, columns: int) -> Tensor:
@@ -136,9 +143,12 @@ def _resampled(weight: Tensor, rows: int, columns: int) -> Tensor:
 
     def taken(row: Tensor, column: Tensor, share: Tensor) -> Tensor:
         """Return the positions of rows and columns of the square grid, times their shares."""
-        return wide[row.to(wide.device)][:, column.to(wide.device)] * share.to(wide.device)[..., None]
+        where = wide.device
+        chosen = wide[row.to(where)][:, column.to(where)]
+        return chosen * share.to(where)[..., None]
 
-    found = taken(low, left, torch.outer(1 - share, 1 - part)) + taken(low, right, torch.outer(1 - share, part))
+    found = taken(low, left, torch.outer(1 - share, 1 - part))
+    found = found + taken(low, right, torch.outer(1 - share, part))
     found = found + taken(high, left, torch.outer(share, 1 - part)) + taken(high, right, torch.outer(share, part))
     return found.flatten(0, 1)
 
@@ -147,5 +157,6 @@ def turned(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return rotated queries and keys [2, T, H, D] of ``qkv`` [T, 3, H, D], as the kernel ``turn`` does."""
     tokens, _, heads, dim = qkv.shape
     wide = qkv[:, :2].transpose(0, 1).float().view(2, -1, len(cos), heads, dim)
-    found = wide * cos[:, None] + wide.roll(dim // 2, -1) * sin[:, None]
+    swapped = wide.roll(dim // 2, -1)
+    found = wide * cos[:, None] + swapped * sin[:, None]
     return found.view(2, tokens, heads, dim).to(qkv.dtype)

@@ -56,17 +56,14 @@ class RegionLayout:
     def __post_init__(self) -> None:
         at = 0
         size = self.size
-        for name, count in (
-            ("sum_flags", 4 * BLOCKS * size),
-            ("move_flags", 4 * MOVERS * size),
-            ("move_acks", 4 * MOVERS * size),
-            ("drawn_acks", 4 * MOVERS * size),
-            ("words", 8 * 2 * WORD_ROWS * size * WORDS),
-            ("rows", 4 * 2 * BLOCKS * size * CHUNK),
-            ("sums", 4 * 2 * BLOCKS * CHUNK),
-            ("places", 2 * MOVERS * size * PLACE),
-            ("drawn", 8 * 2 * MOVERS * 2 * DRAWN),
-        ):
+        counts = {"sum_flags": 4 * BLOCKS * size}
+        counts |= dict.fromkeys(("move_flags", "move_acks", "drawn_acks"), 4 * MOVERS * size)
+        counts["words"] = 8 * 2 * WORD_ROWS * size * WORDS
+        counts["rows"] = 4 * 2 * BLOCKS * size * CHUNK
+        counts["sums"] = 4 * 2 * BLOCKS * CHUNK
+        counts["places"] = 2 * MOVERS * size * PLACE
+        counts["drawn"] = 8 * 2 * MOVERS * 2 * DRAWN
+        for name, count in counts.items():
             object.__setattr__(self, name, at)
             at += -(-count // 4096) * 4096
         object.__setattr__(self, "bytes", at)
@@ -126,9 +123,14 @@ class PeerMemory:
         self.layout = RegionLayout(self.size)
         self.alone = False  # True while the other ranks do not take part, as in the trial of a draw
         device = peers.device
-        self.words_met, self.flags_met, self.moves_met, self.tokens_met = (
-            torch.zeros(n, dtype=torch.int32, device=device) for n in (WORD_ROWS, BLOCKS, MOVERS, MOVERS)
-        )
+
+        def counters(n: int) -> Tensor:
+            return torch.zeros(n, dtype=torch.int32, device=device)
+
+        self.words_met = counters(WORD_ROWS)
+        self.flags_met = counters(BLOCKS)
+        self.moves_met = counters(MOVERS)
+        self.tokens_met = counters(MOVERS)
 
         # host memory: (last meeting begun, last ended) of sums by words, sums by flags, gathers and sampled tokens
         self.progress = torch.zeros(8, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -164,8 +166,9 @@ class PeerMemory:
         if kind is None or x.dim() != 2 or x.stride(1) != 1:
             return False
         pair = 1 if kind == FLOAT32 else 2
-        fits = x.shape[1] <= pair * min(WORDS, CHUNK)
-        return fits and x.shape[1] % pair == 0 and x.stride(0) % pair == 0 and x.data_ptr() % 4 == 0
+        if x.shape[1] > pair * min(WORDS, CHUNK):
+            return False
+        return x.shape[1] % pair == 0 and x.stride(0) % pair == 0 and x.data_ptr() % 4 == 0
 
     def add(self, x: Tensor) -> None:
         """Replace contiguous x [T, dim] in place by its sum over all ranks."""
@@ -197,23 +200,22 @@ class PeerMemory:
             return
         kind = KINDS[x.dtype]
         n = dim // (1 if kind == FLOAT32 else 2)  # words of a row
-        sizes = dict(
-            DIM=dim,
-            N=n,
-            P=1 << (max(n, self.size) - 1).bit_length(),
-            KIND=kind,
-            WIDE=norm is not None and norm.weight.dtype == torch.float32,
-            BIAS=bias is not None,
-            ADD=residual is not None,
-            NORM=norm is not None,
-            SIZE=self.size,
-            num_warps=4 if n <= 1024 else 8,
-            **pdl(x),
-        )
+        sizes = dict(DIM=dim, N=n, KIND=kind, SIZE=self.size, **pdl(x))
+        sizes["P"] = 1 << (max(n, self.size) - 1).bit_length()
+        sizes["WIDE"] = norm is not None and norm.weight.dtype == torch.float32
+        sizes["BIAS"] = bias is not None
+        sizes["ADD"] = residual is not None
+        sizes["NORM"] = norm is not None
+        sizes["num_warps"] = 4 if n <= 1024 else 8
         # ``x`` replaces absent tensors, which the kernels do not read
-        given = (x, residual, None if norm is None else norm.weight, bias, y)
+        weight = None
+        eps = 0.0
+        if norm is not None:
+            weight = norm.weight
+            eps = norm.eps
+        given = (x, residual, weight, bias, y)
         tensors = [(x if one is None else one).view(torch.int32) for one in given]
-        rest = (tensors[0].stride(0), self.rank, 0.0 if norm is None else norm.eps)
+        rest = (tensors[0].stride(0), self.rank, eps)
         way = way or self.way(tokens, 4 * n)
         if way == "words":
             at = (*tensors, self.peers, self.words_met, self.progress[:2], *rest)
@@ -264,8 +266,11 @@ class PeerMemory:
         captured.
         """
         rows, columns = x.shape
-        tile = min(tile or tile_of(rows), PLACE // x.element_size())
-        out = torch.empty(rows, vocab, dtype=x.dtype, device=x.device) if self.rank == 0 else None
+        most = PLACE // x.element_size()
+        tile = min(tile or tile_of(rows), most)
+        out = None
+        if self.rank == 0:
+            out = torch.empty(rows, vocab, dtype=x.dtype, device=x.device)
         if out is not None and self.alone and not self.capturing():
             out.zero_()
         elif rows:

@@ -36,7 +36,9 @@ def inverse_frequencies(rope: Rope, longest: int = 0) -> tuple[Tensor, float]:
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     theta = rope.theta
     if rope.kind == "dynamic" and longest:  # NTK-aware scaling increases the base with the length of the sequence
-        stretch = numbers["factor"] * max(longest, numbers["trained"]) / numbers["trained"] - (numbers["factor"] - 1)
+        factor = numbers["factor"]
+        trained = numbers["trained"]
+        stretch = factor * max(longest, trained) / trained - (factor - 1)
         theta = theta * stretch ** (dim / (dim - 2))
     inv = 1.0 / (theta**exponent)
     if rope.kind == "linear":
@@ -59,7 +61,8 @@ def _llama3(inv: Tensor, numbers: Mapping[str, Any]) -> Tensor:
     low = numbers["low_freq_factor"]
     high = numbers["high_freq_factor"]
     wave = 2 * math.pi / inv
-    blend = ((numbers["original_max_position_embeddings"] / wave - low) / (high - low)).clamp(0, 1)
+    turns = numbers["original_max_position_embeddings"] / wave
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * inv / factor + blend * inv
 
 
@@ -73,7 +76,8 @@ def _yarn(rope: Rope, numbers: Mapping[str, Any]) -> tuple[Tensor, float]:
 
     def pair(turns: float) -> float:
         """Return the fractional index of the pair that makes this number of turns within the trained length."""
-        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        ratio = trained / (turns * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(rope.theta))
 
     low = pair(numbers.get("beta_fast") or 32)
     high = pair(numbers.get("beta_slow") or 1)
@@ -84,11 +88,16 @@ def _yarn(rope: Rope, numbers: Mapping[str, Any]) -> tuple[Tensor, float]:
     high = min(high, dim - 1)
     waves = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
     width = high - low if high != low else 0.001
-    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    pairs = torch.arange(dim // 2, dtype=torch.float32)
+    kept = 1 - ((pairs - low) / width).clamp(0, 1)
     inv = 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept
-    scale, one, all_dims = (numbers.get(n) for n in ("attention_factor", "mscale", "mscale_all_dim"))
-    if scale is None:
-        scale = _mscale(factor, one) / _mscale(factor, all_dims) if one and all_dims else _mscale(factor, 1.0)
+    scale = numbers.get("attention_factor")
+    one = numbers.get("mscale")
+    all_dims = numbers.get("mscale_all_dim")
+    if scale is None and one and all_dims:
+        scale = _mscale(factor, one) / _mscale(factor, all_dims)
+    elif scale is None:
+        scale = _mscale(factor, 1.0)
     return inv, float(scale)
 
 
@@ -100,7 +109,8 @@ def _longrope(rope: Rope, numbers: Mapping[str, Any], exponent: Tensor, long: bo
     """Return the frequencies [dim / 2] and the factor of cos and sin of LongRoPE (arXiv:2402.13753).
 
     Each pair has its own divisor; ``long`` selects the divisors for long sequences."""
-    stretch = torch.tensor(numbers["long_factor" if long else "short_factor"], dtype=torch.float32)
+    divisors = numbers["long_factor" if long else "short_factor"]
+    stretch = torch.tensor(divisors, dtype=torch.float32)
     factor = numbers["factor"]
     scale = numbers.get("attention_factor")
     if scale is None:
@@ -116,12 +126,13 @@ def rotary_tables(rope: Rope, length: int, device: str, twice: bool = False) -> 
 
     def angles(longest: int) -> tuple[Tensor, float]:
         inv, scale = inverse_frequencies(rope, longest)
-        return torch.outer(torch.arange(length).float(), inv).repeat(1, 2), scale
+        position = torch.arange(length).float()
+        return torch.outer(position, inv).repeat(1, 2), scale
 
     made = [angles(0), angles(length - 1)] if twice else [angles(0)]
-    cos = torch.cat([angle.cos() * scale for angle, scale in made])
-    sin = torch.cat([angle.sin() * scale for angle, scale in made])
-    return cos.to(device), sin.to(device)
+    cos = [angle.cos() * scale for angle, scale in made]
+    sin = [angle.sin() * scale for angle, scale in made]
+    return torch.cat(cos).to(device), torch.cat(sin).to(device)
 
 
 def query_factors(rope: Rope, length: int, device: str, dtype: torch.dtype, twice: bool = False) -> Tensor | None:
@@ -152,8 +163,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     dim = cos.shape[-1]
     head = (x if x.shape[-1] == dim else x[..., :dim]).float()
     # ``addcmul`` may round its product, depending on the element's position in a thread's share
-    y = (head * cos).add_(head.roll(dim // 2, -1).mul_(sin)).to(x.dtype)
-    return y if x.shape[-1] == dim else torch.cat((y, x[..., dim:]), dim=-1)
+    turned = head.roll(dim // 2, -1).mul_(sin)
+    y = (head * cos).add_(turned).to(x.dtype)
+    if x.shape[-1] == dim:
+        return y
+    return torch.cat((y, x[..., dim:]), dim=-1)
 
 
 def prepare_qk(
@@ -165,13 +179,20 @@ def prepare_qk(
     None means that nothing is stored.
     """
     same = (pre.q_norm is None) == (pre.k_norm is None)
-    both = joined(q, k) if same and q.device.type == "cpu" and q.dtype == torch.float32 else None
+    heads = q.shape[1]
+    both = None
+    if same and q.device.type == "cpu" and q.dtype == torch.float32:
+        both = joined(q, k)
     if both is not None:  # q and k are adjacent in one projection, so they are rotated in one pass
         if pre.q_norm is not None and pre.k_norm is not None and pre.both is None:
-            pre.both = torch.cat((pre.q_norm.expand(q.shape[1], -1), pre.k_norm.expand(k.shape[1], -1)))
+            of_q = pre.q_norm.expand(heads, -1)
+            of_k = pre.k_norm.expand(k.shape[1], -1)
+            pre.both = torch.cat((of_q, of_k))
         both = prepare(both, pre.both, position, pre, work)
-        return both[:, : q.shape[1]], both[:, q.shape[1] :]
-    return prepare(q, pre.q_norm, position, pre, work), prepare(k, pre.k_norm, position, pre, work)
+        return both[:, :heads], both[:, heads:]
+    q = prepare(q, pre.q_norm, position, pre, work)
+    k = prepare(k, pre.k_norm, position, pre, work)
+    return q, k
 
 
 def joined(q: Tensor, k: Tensor) -> Tensor | None:
@@ -179,10 +200,14 @@ def joined(q: Tensor, k: Tensor) -> Tensor | None:
 
     They are adjacent in the result of a merged projection.
     """
-    near = q.stride() == k.stride() and q.shape[2] == k.shape[2] and q.stride()[1:] == (q.shape[2], 1)
-    if not near or q.data_ptr() + q.shape[1] * q.shape[2] * q.element_size() != k.data_ptr():
+    tokens, heads, dim = q.shape
+    strides = q.stride()
+    if strides != k.stride() or dim != k.shape[2] or strides[1:] != (dim, 1):
         return None
-    return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())
+    end = q.data_ptr() + heads * dim * q.element_size()
+    if end != k.data_ptr():
+        return None
+    return q.as_strided((tokens, heads + k.shape[1], dim), strides)
 
 
 def prepare(x: Tensor, norm: Tensor | None, position: Tensor, pre: QKPre, work: dict[Any, Any] | None) -> Tensor:

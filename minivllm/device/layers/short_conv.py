@@ -71,7 +71,9 @@ class ShortConvolution(Module):
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         check_shape(tensor, self.shapes()[param])
         here = tensor.chunk(self.shard.size)[self.shard.rank]
-        fill(self.tensors[param], here.squeeze(1) if param == "weight" else here)
+        if param == "weight":
+            here = here.squeeze(1)
+        fill(self.tensors[param], here)
 
     def __call__(self, h: Normed, step: StepTensors) -> Tensor:
         """Return [T, inner].  PluginError without the states of the step."""
@@ -93,7 +95,8 @@ def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, s
     width = weight.shape[1]
     index = torch.arange(len(u), device=u.device)
     last = len(step.rows) - 1
-    row = torch.searchsorted(step.cu_q[1:], index.to(step.cu_q.dtype), right=True).clamp(max=last)
+    wanted = index.to(step.cu_q.dtype)
+    row = torch.searchsorted(step.cu_q[1:], wanted, right=True).clamp(max=last)
     offset = index - step.cu_q[row]
     position = step.start[row] + offset
     state = step.rows[row]
@@ -106,10 +109,12 @@ def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, s
         total = total + inputs.float() * weight[:, width - 1 - lag].float()
     if bias is not None:
         total = total + bias.float()
-    total = total.masked_fill((step.behind < 0)[row][:, None], torch.nan)
+    unusable = (step.behind < 0)[row]
+    total = total.masked_fill(unusable[:, None], torch.nan)
     out = c * total.to(c.dtype)
     keep(ring, u, step, width - 1)
-    return out.masked_fill((index >= step.cu_q[-1])[:, None], 0)
+    padding = index >= step.cu_q[-1]
+    return out.masked_fill(padding[:, None], 0)
 
 
 def keep(ring: Tensor, new: Tensor, step: StepStates, taps: int) -> None:

@@ -46,8 +46,11 @@ class StoredProduct(NamedTuple):
             matrix = MatrixAddresses(*addresses, *size)
             numbers = x.float().contiguous()
             given = ctypes.addressof(matrix), numbers.data_ptr(), len(x), first, last
-            team().run("shared_product", *given, y.data_ptr(), FORMATS[y.dtype], y.stride(0))
-        return y if out is None or y is out else out.copy_(y)
+            result = y.data_ptr(), FORMATS[y.dtype], y.stride(0)
+            team().run("shared_product", *given, *result)
+        if out is None or y is out:
+            return y
+        return out.copy_(y)
 
 
 def widened(dtype: torch.dtype) -> bool:
@@ -76,7 +79,9 @@ def readable(stored: StoredWeight, outputs: int, inputs: int) -> bool:
 
     Only devices, dtypes and shapes are checked, because the kernels read the memory without checks of their own."""
     weight, scale, zero, group = stored
-    if not whole(weight, scale, zero) or any(t is not None and t.dtype != torch.float32 for t in (scale, zero)):
+    if not whole(weight, scale, zero):
+        return False
+    if any(t is not None and t.dtype != torch.float32 for t in (scale, zero)):
         return False
     if weight.dtype in PLAIN:
         return weight.shape == (outputs, inputs) and scale is None and zero is None
@@ -87,7 +92,9 @@ def readable(stored: StoredWeight, outputs: int, inputs: int) -> bool:
     if weight.dtype != torch.uint8 or group % NIBBLES or inputs % group:
         return False
     scales = outputs * (inputs // group)
-    return weight.shape == (outputs, inputs // 2) and _count(scale) == scales and _count(zero) in (0, scales)
+    if weight.shape != (outputs, inputs // 2):
+        return False
+    return _count(scale) == scales and _count(zero) in (0, scales)
 
 
 def _count(tensor: Tensor | None) -> int:
