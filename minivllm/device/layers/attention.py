@@ -25,7 +25,7 @@ class AttentionLayer(Module):
         self.layer = layer
         self.backend = backend
         self.shard = shard
-        self.pre: QKPre | None = None  # the operations before attention in the last call
+        self.pre: QKPre | None = None  # norms and rotary tables of q and k in the last call
         # [rows of the rotary tables], the factor of each query by position; None means that queries have none
         self.factors: Tensor | None = None
         if layer.spec.sinks:

@@ -1,8 +1,8 @@
 """Sizes of captured steps (CUDA graphs).  A step is padded to the next larger number of rows and tokens.
 
 decode   one token for each row.  Steps with shared prefixes have few sizes, those in which they can save enough.
-mixed    some rows have several tokens.  A few sizes are captured without having been seen, and smaller steps are padded
-         to them.  Other sizes are captured when they have become frequent.
+mixed    some rows have several tokens.  A few sizes are captured ahead, and smaller steps are padded to them.  Other
+         sizes are captured when they have become frequent.
 
 A few of these sizes are captured before the engine is ready, and the others while it serves.
 """
@@ -10,7 +10,7 @@ A few of these sizes are captured before the engine is ready, and the others whi
 from __future__ import annotations
 
 MOST_TOKENS = 8192  # largest number of tokens of a captured mixed step, which bounds the memory of captures
-# tokens and rows of the mixed steps that are captured without having been seen
+# numbers of tokens and of rows of the mixed steps that are captured before such a step has occurred
 FIRST_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 FIRST_ROWS = (16, 128, 512)
 # Longer steps have fewer captures.  A padded row costs little in them, so they have at least LONG_ROWS rows, and with
@@ -19,16 +19,17 @@ LONG_TOKENS = (2560, 3072, 4096, 5120, 6144, 8192)
 LONG_ROWS = 128
 MANY_ROWS_TOKENS = (4096, 8192)
 
-# rows of the decode steps that are captured for long contexts without having been seen
+# numbers of rows of decode steps that are captured for long contexts before such a step has occurred
 LONG_CONTEXT_ROWS = (8, 64, 256)
 
-# rows of the decode steps, and tokens of mixed steps, that are captured before the engine is ready
+# numbers of rows of decode steps, and of tokens of mixed steps, that are captured before the engine is ready
 READY_ROWS = (1, 8)
 READY_TOKENS = 512
 
 
 def row_sizes(most: int) -> list[int]:
-    """Return the captured numbers of rows up to ``most``, ascending, and at most 1024.
+    """Return the numbers of rows for which decode steps are captured, ascending; the last is ``most``, but at most
+    1024.
 
     Small sizes are close together, because a padded row costs relatively most there."""
     steps = [
@@ -44,7 +45,7 @@ def row_sizes(most: int) -> list[int]:
 
 
 def coarse_sizes(most: int) -> list[int]:
-    """Return the numbers of rows of captured mixed steps up to ``most``, ascending, and at most 1024.
+    """Return the numbers of rows for which mixed steps are captured, ascending; the last is ``most``, but at most 1024.
 
     They are few, because a padded row costs little in a mixed step."""
     sizes = {n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most}
@@ -60,7 +61,7 @@ def shared_sizes(most: int) -> list[int]:
 
 
 def token_size(tokens: int) -> int:
-    """Round a number of tokens up to the number of a captured mixed step.
+    """Round a number of tokens up to a size for which mixed steps may be captured.
 
     The sizes are multiples of 64 up to 512, of 128 up to 2,048, of 256 up to 4,096 and then of 512.  So from 256 tokens
     on at most a quarter of a step is padding, from 1,024 on at most an eighth."""
@@ -103,7 +104,7 @@ def useful_sizes(ms: dict[int, float]) -> list[int]:
 
 
 def long_decode(sizes: list[int]) -> list[int]:
-    """Return the sizes of decode steps that are captured for long contexts without having been seen, descending.
+    """Return the numbers of rows for which decode steps of long contexts are captured ahead, descending.
 
     ``sizes`` are all sizes, ascending.  Steps of other sizes run in the next larger capture until they are frequent."""
     return sorted({n for n in sizes if n in LONG_CONTEXT_ROWS} | {sizes[-1]}, reverse=True)

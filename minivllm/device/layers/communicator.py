@@ -34,7 +34,7 @@ class Communicator(Protocol):
 
     rank: int
     size: int
-    peers: PeerMemory | None  # GPU memory that all ranks can access; None without it
+    peers: PeerMemory | None  # GPU memory that all ranks can access; None if there is none
 
     def all_reduce(self, x: Tensor) -> None:
         """Replace ``x`` in place by the sum of ``x`` over all ranks, with the same bits on each rank."""
@@ -53,7 +53,7 @@ class Communicator(Protocol):
 
 
 class LostRank(RuntimeError):
-    """Another rank has ended, or has not joined a collective call before the timeout."""
+    """The error that another rank has ended, or has not joined a collective call before the timeout."""
 
 
 class ProcessGroup:
@@ -62,7 +62,7 @@ class ProcessGroup:
     The calls within a step use GPU memory that all ranks can access, if any (``device.layers.peer_memory``)."""
 
     def __init__(self, rank: int, size: int, device: str, note: Callable[[int, int], None] | None = None) -> None:
-        """Set up a rank that has not joined the others yet.
+        """Create the communicator of a rank, which joins the other ranks later (``join``).
 
         ``note(call, operation)`` is called when a collective call begins, with its number and its index in
         ``OPERATIONS``, and again with operation 0 when the call has returned on the host."""
@@ -72,7 +72,7 @@ class ProcessGroup:
         self.calls = 0
         self.lost: LostRank | None = None
         self.peers: PeerMemory | None = None
-        self.why_not = ""  # the reason why ``peers`` is None
+        self.why_not = ""  # reason why the ranks cannot access each other's memory, for which ``peers`` is None
         self._note = note or (lambda call, operation: None)
 
     def join(self, store: str | dist.Store, seconds: float) -> None:
@@ -105,7 +105,8 @@ class ProcessGroup:
         if not self.why_not:
             try:
                 region = region_of(self.size, torch.device("cuda", torch.cuda.current_device()))
-            except (RuntimeError, ImportError, AttributeError) as e:  # torch's interface is private and may change
+            # this interface of torch is private and may change
+            except (RuntimeError, ImportError, AttributeError) as e:
                 self.why_not = describe_error(e)
         if not self.least([region is not None])[0] or region is None:
             self.why_not = self.why_not or "another rank has none"
@@ -125,7 +126,7 @@ class ProcessGroup:
 
     def _call(self, operation: str, call: Callable[..., Any], *args: Any) -> Any:
         if self.peers is not None and self.peers.capturing():
-            return call(*args)  # a capture only records the call, and the ranks may try a different number of captures
+            return call(*args)  # a capture only records the call, and ranks may make different numbers of captures
         number = OPERATIONS.index(operation)
         self.calls += 1
         self._note(self.calls, number)
@@ -168,7 +169,7 @@ class ProcessGroup:
         if self.peers is None:
             parts = self._call("gather", self._gathered, x.contiguous())
             return None if parts is None else torch.cat(parts, dim=1)[:, :width].contiguous()
-        if self.peers.alone:  # a trial before a capture, in which the other ranks do not take part
+        if self.peers.alone:  # a trial of this rank before a capture, in which the other ranks do not take part
             return self.peers.gather(x, width)
         return self._call("gather", self.peers.gather, x, width)
 
@@ -193,9 +194,9 @@ class ProcessGroup:
         return parts
 
     def replayed(self, operation: str) -> None:
-        """Count a call that is part of a captured step of this rank.
+        """Count a collective call that a replayed graph of this rank makes.
 
-        The other ranks make the call directly, so the count keeps the call numbers equal."""
+        The other ranks count the call when they make it, so the counts of all ranks stay equal."""
         self._call(operation, lambda: None)
 
     def broadcast(self, x: Tensor) -> None:
@@ -212,7 +213,7 @@ class ProcessGroup:
         return torch.stack(found).tolist()
 
     def least(self, numbers: list[int]) -> list[int]:
-        """Return the minimum over all ranks of each of the numbers."""
+        """Return for each of ``numbers`` the minimum over all ranks."""
         return [min(column) for column in zip(*self.all_gather(numbers), strict=True)]
 
 

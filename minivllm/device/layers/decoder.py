@@ -66,7 +66,7 @@ class Decoder:
         self.positions = None
         if spec.positions:
             self.positions = parts.embedding("positions", spec.positions, spec.hidden, whole=True)
-        # rounded to the model's dtype, like a factor that is a tensor of this dtype
+        # the factor is rounded to the model's dtype, as if it were a tensor of this dtype
         self.scale = float(torch.tensor(spec.embed_scale, dtype=parts.dtype))
         entries = [_norm(parts, spec, f"layers.{i}.norm1", layer.norms != AFTER) for i, layer in enumerate(spec.layers)]
         self.norm = parts.norm("norm", spec.hidden, spec.norm)
@@ -115,13 +115,15 @@ class Decoder:
 
     @property
     def state_points(self) -> dict[str, int]:
-        """Return the width of each tensor (point) that a drafter may read: the inputs of layers, and "norm"."""
+        """Return name -> number of elements for each token, of the hidden states that a drafter may read: the inputs of
+        layers, and "norm"."""
         names = [block.follower for block in self.blocks if block.follower is not None]
         return dict.fromkeys([*names, "norm"], self.spec.hidden)
 
     @property
     def tap_points(self) -> dict[str, int]:
-        """Return the width of each tap point by its name, in the order in which a step computes the points."""
+        """Return tap point (named value of the model) -> number of elements for each token, in the order of
+        computation."""
         hidden = self.spec.hidden
         points = {"embedding": hidden, "layers.0.input": hidden}
         for block in self.blocks:
@@ -130,9 +132,9 @@ class Decoder:
 
     @property
     def given_points(self) -> list[str]:
-        """Return the points at which a step may give the experts of its tokens.
+        """Return the tap points of routers at which requests may set the experts of their tokens.
 
-        A router hook computes the weights itself, so a table with one has none."""
+        With a router hook there is none, because the hook computes the weights of experts itself."""
         if self.spec.router_hook is not None:
             return []
         return [block.name + "experts" for block in self.blocks if block.experts is not None]
@@ -146,12 +148,13 @@ class Decoder:
 
 
 class DecoderBlock:
-    """One layer.  A call maps (normed input of the first product, residual stream) to the same pair for the next layer.
+    """A decoder layer.  A call maps (normed input of its first product, residual stream) to the same for the next
+    layer.
 
     ``follows`` is the norm before the first product of the next layer, or the final norm, or None.
     """
 
-    inputs = 1  # vectors of the hidden size that attention reads for each token
+    inputs = 1  # number of vectors of the hidden size that the first product reads for each token
 
     def __init__(self, spec: DecoderSpec, i: int, parts: ModuleParts, follows: Any) -> None:
         layer = spec.layers[i]
@@ -192,8 +195,9 @@ class DecoderBlock:
             self.down.follow(following.qkv)
 
     def _points(self) -> dict[str, int]:
-        """Return the width of each tap point of this layer, and of the next layer's input, by the point's name."""
-        # q, k and v have no taps if their heads are split over processes
+        """Return tap point (named value) -> number of elements for each token, for this layer and the input of the next
+        one."""
+        # q, k and v are no tap points if their heads are split over processes
         widths = {} if self.shared or self.recurrent else dict(zip("qkv", self.sizes[:3], strict=True))
         widths["attention"] = self.hidden
         if self.experts is not None:
@@ -203,7 +207,8 @@ class DecoderBlock:
         return points if self.follower is None else {**points, self.follower: self.hidden}
 
     def _mixer(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModuleParts) -> int:
-        """Make attention, or a layer with a state, and return the width of its output over all processes."""
+        """Make the attention or the recurrent layer, and return the number of elements of its output over all
+        processes."""
         self.shared = parts.shard.size > 1
         self.wide = list[Any]()
         self.clip = layer.qkv_clip
@@ -219,7 +224,7 @@ class DecoderBlock:
         return mixer.inner
 
     def _attention(self, spec: DecoderSpec, layer: LayerSpec, a: AttnSpec, name: str, parts: ModuleParts) -> None:
-        """Make the projection, the norms, the rotary tables and the attention of a layer."""
+        """Make the projection of q, k and v, their norms, the rotary tables and the attention of a layer."""
         twice = spec.switch is not None
         self.gated = layer.gated
         linear = parts.qkv(name + ".qkv", self.inputs * spec.hidden, a, layer.qkv_bias, layer.gated)
@@ -250,9 +255,9 @@ class DecoderBlock:
             self.order = back.argsort().to(parts.device), back.to(parts.device)
 
     def _mlp(self, hidden: int, mlp: MLP | Experts, name: str, parts: ModuleParts, hook: Any) -> Any:
-        """Make the MLP of a layer, and return its last product, or the whole mixture of experts.
+        """Make the MLP of a layer, and return its last linear layer, or the whole mixture of experts.
 
-        ``up`` computes the input of that product."""
+        The function that computes the input of the last linear layer is stored as ``up``."""
         self.experts: Mixture | None = None
         if isinstance(mlp, Experts):
             self.experts = Mixture(name, hidden, mlp, parts, hook)
@@ -274,7 +279,7 @@ class DecoderBlock:
         return self.down(self.up(h), residual)
 
     def _mixed(self, h: Normed, step: StepTensors, taps: StepTaps | None = None) -> Tensor:
-        """Return the result of attention, or of a layer with a state, before the last product."""
+        """Return the result of attention, or of a recurrent layer, before the output projection."""
         if self.recurrent is not None:
             return self.recurrent(h, step)
         qkv = self.qkv(h)
@@ -297,7 +302,8 @@ class DecoderBlock:
         return h if self.mlp_norm is None else Normed(self.mlp_norm(residual)[0])
 
     def run_for(self, points: Set[str]) -> Callable[[Any, Tensor, StepTensors], tuple[Normed, Tensor]]:
-        """Return the method that computes a step in which rows use tap ``points`` of this layer."""
+        """Return the method that computes this layer in a step whose rows read or change the values at tap
+        ``points``."""
         if not points:
             return self
         routing = self.experts is not None and points <= {self.name + "router", self.name + "experts"}
@@ -311,9 +317,9 @@ class DecoderBlock:
             return self(h, residual, step)
 
     def tapped(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
-        """Compute the same as a call with unfused parts, and pass the value of each tap point through ``step.taps``.
+        """Compute the same as a call, without fused kernels, and pass the value of each tap point to ``step.taps``.
 
-        The layer continues with the value that the taps return."""
+        The layer continues with the value that this returns."""
         taps = step.taps
         name = self.name
         assert taps is not None
@@ -332,16 +338,16 @@ class DecoderBlock:
         return down.entry(residual), residual
 
     def _branch(self, h: Normed, down: Any, taps: StepTaps) -> Tensor:
-        """Return the value [T, H] that the MLP, or the experts, add to the residual stream."""
+        """Return the output [T, H] of the MLP or of the experts, which is added to the residual stream."""
         if self.experts is None:
             return down.branch(self.up(h))
         return down.scaled(self.experts(self.up(h), LayerTaps(taps, self.name)))
 
     def _tap_head(self, taps: StepTaps, which: str, x: Tensor) -> Tensor:
-        """Pass q or k [T, heads * dim] through the tap ``which`` and return the result.
+        """Pass q or k [T, heads * dim] to the taps of the point ``which``, and return the value that these return.
 
-        The tap sees the elements of a head in the checkpoint's order.  They are reordered before and after, because the
-        rotary embedding here uses another order for interleaved pairs."""
+        The taps get the elements of a head in the order of the checkpoint.  They are reordered before and after,
+        because the rotary embedding here uses another order for interleaved pairs."""
         if self.order is None:
             return taps(self.name + which, x)
         there, back = self.order
@@ -350,7 +356,7 @@ class DecoderBlock:
 
 
 def _norm(parts: ModuleParts, spec: DecoderSpec, name: str, there: bool) -> Any:
-    """Make a norm over the hidden size, or return None where the layer has none."""
+    """Make a norm over the hidden size; return None unless ``there``."""
     return parts.norm(name, spec.hidden, spec.norm) if there else None
 
 

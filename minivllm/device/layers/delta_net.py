@@ -30,7 +30,7 @@ from .fused import Normed, NormedLinear, joined
 from .module import Module, check_shape, fill
 from .state_layer import StateLayer, states_of
 
-EPS = 1e-6  # added to the squared norm of queries and keys
+EPS = 1e-6  # added to the squared length of queries and keys before the division
 
 
 class DeltaNet(Module):
@@ -72,8 +72,8 @@ class DeltaNet(Module):
         self.tensors["dt_bias"] = self.dt_bias
         self.layer = StateLayer(spec.state(shard.size))
         self.fused: Any = None
-        self.both: NormedLinear | None = None  # ``project`` and ``gates`` joined to one product
-        # whether the native library runs, on a CPU without Triton's interpreter; it reads the weight f32 [width,
+        self.both: NormedLinear | None = None  # one layer with the products of ``project`` and ``gates``, or None
+        # whether the native CPU library computes the delta rule; it reads the convolution's weight as f32 [width,
         # channels]
         self.native = device == "cpu" and not fuse and library.load() is not None
         self.native_conv: Tensor | None = None
@@ -134,14 +134,15 @@ class DeltaNet(Module):
         return x, z, self.gates(h)
 
     def structure(self) -> recurrent.DeltaLayer:
-        """Return the layer for the native library, with the addresses of its weights and of the states' memory."""
+        """Return the struct by which the native library finds this layer's weights and the memory of its states."""
         assert self.native_conv is not None
         spec = self.spec
         sizes = self.key_heads, self.heads, spec.key_dim, spec.value_dim
         return recurrent.delta_layer(self.native_conv, self.rates, self.dt_bias, self.layer.memory, sizes)
 
     def __call__(self, h: Normed, step: StepTensors) -> Tensor:
-        """Return [T, value_heads * value_dim].  PluginError without the states of the step."""
+        """Return the outputs [T, value_heads * value_dim] of this process's heads.  PluginError if the step has no
+        states."""
         spec = self.spec
         states = states_of(step)
         x, z, ab = self._inputs(h)
@@ -203,7 +204,7 @@ def scan(
     state = memory["state"]
     base = packed.base(state)
     for i in range(packed.longest):
-        on = packed.on(i)  # rows that have a token there
+        on = packed.on(i)  # rows that have a token i
         t = packed.first[on] + i
         kt = k[t]
         here = base[on] * keep[t][..., None, None]
@@ -223,12 +224,13 @@ def scan(
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Return x [..., dim] divided by its length."""
+    """Return x [..., dim] divided by its Euclidean length."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
 class _FoldedTokens:
-    """The tokens of a step, E in all.  Each row's tokens follow the tokens that are folded into its state first."""
+    """The E tokens that the delta rule computes in a step: for each row first the earlier tokens that its stored state
+    does not cover yet (folded tokens), then its new tokens."""
 
     def __init__(self, x: Tensor, ab: Tensor, memory: dict[str, Tensor], step: StepStates) -> None:
         self.step = step
@@ -236,9 +238,9 @@ class _FoldedTokens:
         starts = step.cu_q[:-1].long()
         self.n = step.cu_q[1:].long() - starts
         self.fold = step.behind.clamp(min=0).long()
-        self.begin = step.start.long() - self.fold  # position of a row's first token in this tensor
+        self.begin = step.start.long() - self.fold  # position in its sequence of each row's first token here
         size = self.n + self.fold
-        self.first = size.cumsum(0) - size  # its index here
+        self.first = size.cumsum(0) - size  # index of each row's first token among the E tokens
         self.size = size
         self.longest = int(size.max()) if len(size) else 0
         rows = torch.arange(len(size), device=x.device)
@@ -255,7 +257,7 @@ class _FoldedTokens:
         self.gates = gates.float()
 
     def _from(self, new: Tensor, ring: Tensor, position: Tensor, source: Tensor, old: Tensor) -> Tensor:
-        """Return the inputs at positions: from ``ring`` where ``old``, else from ``new`` at ``source``.
+        """Return the inputs of the tokens at ``position``: from ``ring`` where ``old`` is true, else ``new[source]``.
 
         Inputs before position 0 are zero."""
         state = self.step.rows[self.row]
@@ -277,24 +279,26 @@ class _FoldedTokens:
         return total
 
     def base(self, state: Tensor) -> Tensor:
-        """Return the state f32 [R, heads, key dim, value dim] before the first token of each row."""
+        """Return the states f32 [R, heads, key dim, value dim] before the first token of each row: zeros for a new
+        sequence, NaN for a state that does not fit."""
         is_first = (self.begin == 0).view(-1, 1, 1, 1)
         unusable = (self.step.behind < 0).view(-1, 1, 1, 1)
         found = state[self.step.rows].masked_fill(is_first, 0.0)
         return found.masked_fill(unusable, torch.nan)
 
     def on(self, i: int) -> Tensor:
-        """Return the rows i64 [n] that have a token i."""
+        """Return the indices i64 [n] of the rows that have more than i tokens."""
         return (self.size > i).nonzero()[:, 0]
 
     def _certain(self) -> Tensor:
-        """Return how many tokens of each row are certain: of a row with drafts the first new one is the last."""
+        """Return how many tokens of each row are certain: all, but of a row with drafts only those up to its first new
+        token."""
         with_newest = self.fold + self.n.clamp(max=1)
         return torch.where(self.step.drafts, with_newest, self.size)
 
     def store(self, state: Tensor, base: Tensor, i: int) -> None:
-        """Store the states after token i of each row where they are needed: at the row's end, before its drafts, or
-        as a copy."""
+        """Store the state after token i of each row if it is the last one, the last before its drafts, or one of which
+        a copy is requested."""
         step = self.step
         last = torch.where(step.drafts, self.fold, self.size) == i + 1
         state[step.rows[last]] = base[last]
@@ -305,7 +309,8 @@ class _FoldedTokens:
         state[step.save_to[row, which]] = base[row]
 
     def keep(self, ring: Tensor, new: Tensor) -> None:
-        """Store the newest inputs of each row in its ring, and those before a copied state in the copy's."""
+        """Store the newest inputs of each row in its ring; for a requested copy of a state also the inputs before
+        it."""
         step = self.step
         places = ring.shape[1]
         end = self.begin + self._certain()

@@ -82,7 +82,7 @@ class Embedding(Module):
             self.tensors = dict(self.scheme.tensors)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows [T, dim] for ``ids`` i64 [T], which count from the first row of this process."""
+        """Return the rows [T, dim] of this process's weight with the indices ``ids`` i64 [T]."""
         if self.scheme is None:
             return F.embedding(ids, self.weight)
         return self.scheme.gather(ids, self.dtype)
@@ -126,7 +126,8 @@ class LMHead(Linear):
             super().load(part, param, tensor)
             return
         whole = self.wanted()[part, param]
-        # only the scheme can slice this form; ``ModuleParts.lm_head`` ensures that the processes divide the vocabulary
+        # only the weight scheme can slice a packed weight; ``ModuleParts.lm_head`` has checked that it divides
+        # evenly
         if whole is None or getattr(self.scheme, "cuts_parts", False):
             super().load(part, param, tensor)
             return

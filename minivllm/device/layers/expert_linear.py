@@ -16,7 +16,7 @@ CHOICE_BIAS = "e_score_correction_bias"
 
 
 class DenseExperts(Dense):
-    """The unquantized weights of all experts, [experts * rows of an expert, in]."""
+    """The unquantized weights of all experts of a layer in one matrix, [experts * rows of an expert, in]."""
 
     def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None, invariant: bool = False):
         super().__init__(info, fuse, weight, invariant)
@@ -25,7 +25,8 @@ class DenseExperts(Dense):
         self._rows = 0
 
     def finish(self) -> None:
-        """Choose the product.  An expert multiplies few rows, for which a packed copy is not faster."""
+        """Choose the function that multiplies.  It uses no packed copy, which is not faster for the few rows of an
+        expert."""
         self.native = self.find_native()
 
     def release(self) -> None:
@@ -42,7 +43,8 @@ class DenseExperts(Dense):
             return F.linear(x, self.each[e])
         if e not in self._fixed:
             self._fixed[e] = FixedRows(self.each[e], self._rows)
-            self._rows = self._fixed[e].rows  # the experts have equal shapes, so the number of rows is the same for all
+            # rows of a library call, equal for all experts because their shapes are equal
+            self._rows = self._fixed[e].rows
         return self._fixed[e](x)
 
 
@@ -53,7 +55,7 @@ class ExpertLinear(Linear):
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         if param == "bias" and self.info.split == "row" and self.info.shard.rank > 0:
-            # zeros on the other processes, so that the sum over processes contains the tensor once
+            # only one process stores the bias of a row split, so that the sum over processes contains it once
             tensor = torch.zeros_like(tensor)
         super().load(part, param, tensor)
 

@@ -28,7 +28,8 @@ from .module_parts import ModuleParts
 from .norm import RMSNorm
 from .taps import LayerTaps
 
-RouterHook = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # ``DecoderSpec.router_hook`` of one layer
+# ``DecoderSpec.router_hook`` of one layer: (hidden states, weight of the router, logits) -> (weights, ids)
+RouterHook = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def route(
@@ -42,7 +43,7 @@ def route(
     for chosen experts."""
     scores = logits.float()
     if router.score == SIGMOID:
-        # ``torch.sigmoid`` rounds an element depending on its position
+        # the rounding of ``torch.sigmoid`` depends on the position of an element
         scores = scores.neg().exp_().add_(1.0).reciprocal_()
     elif router.score != CHOSEN_SOFTMAX:
         scores = torch.softmax(scores, dim=-1)
@@ -56,7 +57,7 @@ def route(
         weights = torch.softmax(weights, dim=-1)
     if router.normalize:
         total = weights[:, 0]
-        for s in range(1, chosen):  # a loop, because the bits of ``torch.sum`` depend on the other rows
+        for s in range(1, chosen):  # a loop, because the bits of ``torch.sum`` for a row depend on the other rows
             total = total + weights[:, s]
         weights = weights / (total + floor_of(router))[:, None]
     if router.scale != 1.0:
@@ -65,7 +66,7 @@ def route(
 
 
 def floor_of(router: Router) -> float:
-    """Return the number that is added to the sum of a token's weights before the division.
+    """Return the number that is added to the sum of a token's expert weights before they are divided by it.
 
     It is 0 for a softmax, whose weights are never all 0.
     """
@@ -123,11 +124,11 @@ class Mixture(NormFusing):
         self._serves = kernels_serve(parts, hidden, self.down.info.in_features)
         self.invariant = parts.invariant
         self._kernel: Any = None
-        self.taps: LayerTaps | None = None  # taps of the current call, for callers that do not pass them
+        self.taps: LayerTaps | None = None  # reads or changes values of the running call; see ``tapped``
         self._shared(name, hidden, parts)
 
     def _shared(self, name: str, hidden: int, parts: ModuleParts) -> None:
-        """Make the shared MLP and the gate of its output, where the layer has them."""
+        """Make the MLP that every token passes (shared expert), and the gate of its output, if the layer has them."""
         mlp = self.spec.shared
         self.shared: tuple[Callable[[Normed], Tensor], Linear] | None = None
         if mlp is not None:
@@ -165,7 +166,8 @@ class Mixture(NormFusing):
             self.taps = None
 
     def choose(self, h: Normed, tap: LayerTaps | None = None) -> tuple[Tensor, Tensor]:
-        """Choose k experts for each token of ``h``: weights f32 [T, k] and ids i32 [T, k].  ``tap`` is as in a call."""
+        """Choose k experts for each token of ``h``: weights f32 [T, k] and ids i32 [T, k].  ``tap`` reads or replaces
+        the logits and ids, as in a call."""
         logits = self.logits(h)
         given = None
         tap = tap or self.taps
@@ -192,7 +194,8 @@ class Mixture(NormFusing):
         return isinstance(gate.scheme, Dense) and gate.bias is None and not gate.adapted
 
     def _shared_output(self, h: Normed) -> Any:
-        """Return the ``SharedOutput`` for the kernel of the experts, None without a shared MLP."""
+        """Return the output of the shared MLP in the form that the kernel of the experts adds; None without a shared
+        MLP."""
         if self.shared is None:
             return None
         from minivllm.device.kernels.experts import SharedOutput
@@ -226,7 +229,7 @@ class Mixture(NormFusing):
 
     @property
     def joins(self) -> bool:
-        """Return whether the kernels can also add the result to the residual stream."""
+        """Return whether the kernels of the experts can also add their result to the residual stream."""
         return self.fast and not self.down.reduce and (self.shared is None or self.adds_shared)
 
     def onto(self, h: Normed, stream: Any) -> tuple[Tensor, Tensor | None]:
@@ -269,7 +272,7 @@ class Mixture(NormFusing):
         return ExpertsNorm(self, norm, whole)
 
     def kernel(self) -> Any:
-        if self._kernel is None:  # created after the weights are loaded
+        if self._kernel is None:  # built at the first use, because it needs loaded weights
             self._kernel = self._make()
         return self._kernel
 

@@ -222,7 +222,7 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False, ignored
     if ORIGINAL in ROPES[kind][0]:
         params[ORIGINAL] = _trained_length(cfg, params, nested)
     if nested:
-        # transformers reads this value from the outer table only, so a nested value has no effect
+        # transformers ignores a nested value, so only the one of the outer table counts
         params.pop("truncate", None)
     needs, takes = ROPES[kind]
     for name in ("rope_theta", *needs, *takes):
@@ -292,7 +292,7 @@ def _numbers(
     found = {name: params[name] for name in (*needs, *takes) if params.get(name) is not None}
     switch = None
     if kind == "proportional":
-        found["turning"] = int(share * dim // 2)  # number of pairs that are rotated; the other pairs stay unchanged
+        found["turning"] = int(share * dim // 2)  # number of element pairs of a head that are rotated
     if kind == "dynamic":
         switch = found["trained"] = cfg.max_position_embeddings
     if kind == "longrope":

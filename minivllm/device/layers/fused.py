@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-ALIGNED = 16  # row length is rounded up to this number of elements, so that 16-bit rows begin at multiples of 32 bytes
+ALIGNED = 16  # row lengths are rounded up to a multiple of this, so that 16-bit rows begin at multiples of 32 bytes
 
 
 class Rounded(NamedTuple):
@@ -43,7 +43,7 @@ class Rounded(NamedTuple):
 
 
 class GatedRow(NamedTuple):
-    """One unquantized row ``x`` [1, dim], and the largest absolute values of its P parts.
+    """An unquantized row ``x`` [1, dim], and the largest absolute value of each of its P parts.
 
     ``tops`` int32 [1, P] has the bits of these values.  The next product computes the scale of the row from them.
     """
@@ -63,7 +63,7 @@ class Normed(NamedTuple):
     eps: float = 0.0
 
     def finished(self) -> Any:
-        """Return x [T, dim] after the division, if it was still needed."""
+        """Return x [T, dim], divided by the root mean square if that was still to be done."""
         if self.squares is None:
             return self.x
         factor = torch.rsqrt(self.squares.sum(dim=1, keepdim=True) / self.x.shape[1] + self.eps)
@@ -81,7 +81,7 @@ class _Pair:
     Without such a kernel for the weight, or if the layer sums over processes, the layers run separately."""
 
     mode = 0
-    activation = "silu"  # activation of the gate, for modes with a gate
+    activation = "silu"  # activation of the gate, if the joined kernel has a gate
 
     def __init__(self, linear: Linear, fuse: bool) -> None:
         self.linear = linear
@@ -98,7 +98,8 @@ class _Pair:
         self.follower = other if isinstance(other, _Pair) else None
 
     def made(self) -> Any:
-        """Return the joined kernel, or None if there is none.  The first call makes it, and needs a loaded weight."""
+        """Return the kernel of the joined layers, or None if there is none for this weight.  The first call builds it,
+        and needs a loaded weight."""
         if self.fuse and self._kernel is None:
             self._kernel = joined_by(self.linear.scheme, self.bias, self.mode, self.activation)
             self.fuse = self._kernel is not None
@@ -112,7 +113,8 @@ class _Pair:
         return kernel if kernel is not None and kernel.fits(x) else None
 
     def rounds(self, rows: int) -> torch.dtype | None:
-        """Return the 8-bit dtype in which the product reads this number of rows; None means unquantized."""
+        """Return the 8-bit dtype to which the product's input is quantized for ``rows`` rows; None means no
+        quantization."""
         wants = getattr(self.made(), "rounds", None)
         return None if wants is None or self.linear.adapted else wants(rows)
 
@@ -169,7 +171,7 @@ class GatedLinear(_Pair):
         gate_mul: Callable[..., Tensor],
         fuse: bool,
         activation: str = "silu",
-        divides: bool = True,  # ``gate_mul`` can do the division that a Normed still needs
+        divides: bool = True,  # whether ``gate_mul`` can also divide by the root mean square of the norm
     ) -> None:
         super().__init__(linear, fuse)
         self.divides = divides
@@ -186,7 +188,8 @@ class GatedLinear(_Pair):
             y = self.product(h.finished())
             dtype = self.follower.rounds(len(y)) if self.follower is not None and self.divides else None
             return self.gate_mul(y) if dtype is None else self._rounded(y, dtype)
-        return self.gate_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)  # the division commutes with the product
+        # the norm's division may follow the product, because it only scales a row
+        return self.gate_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)
 
     def _rounded(self, y: Tensor, dtype: torch.dtype) -> Rounded:
         from minivllm.device.kernels.activation import gate_mul_rounded
@@ -249,7 +252,8 @@ class LinearNorm(_Pair):
         return Normed(y, squares, self.norm.eps), residual
 
     def _summed(self, part: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
-        """Sum this process's ``part`` of the product over the processes, add it and normalise, in separate kernels."""
+        """Sum ``part``, this process's share of the product, over the processes, add it to the residual stream and
+        normalise, each in its own kernel."""
         return self._normed(self.linear.summed(part), residual)
 
     def _normed(self, y: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
@@ -311,9 +315,9 @@ class Joined:
         return self.add(self.linear(x), residual)
 
     def add(self, y: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
-        """Do the same as a call, for y = linear(x) [T, dim] that has been computed."""
+        """Do the same as a call, but for a computed product y = linear(x) [T, dim]."""
         if self.kernel is not None:
-            # a kernel exists only if both norms exist
+            # one kernel for both norms exists only if there are both
             at = self.before.weight, self.before.eps, self.after.weight, self.after.eps  # type: ignore[union-attr]
             y, residual = self.kernel(y, residual, *at)
             return Normed(y), residual
@@ -325,7 +329,7 @@ class Joined:
         return Normed(y), residual
 
     def scaled(self, y: Tensor) -> Tensor:
-        """Return scale * after(y) [T, dim]."""
+        """Return scale * after(y) [T, dim], the product ``y`` after its norm and factor."""
         if self.after is not None:
             y = self.after(y)[0]
         return y if self.scale == 1.0 else y * self.scale

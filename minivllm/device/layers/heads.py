@@ -42,7 +42,7 @@ class PredictionHead:
         self.target: Any = None
 
     def attach(self, target: Any) -> None:
-        """Use the embedding and the output layer of the served model."""
+        """Store the served model, whose embedding and output layer this head uses."""
         self.target = target
 
     def __call__(self, step: StepTensors) -> Tensor:
@@ -113,7 +113,8 @@ class VocabularyMap(Module):
 
 
 class WideBlock(DecoderBlock):
-    """A decoder layer whose attention reads two concatenated vectors of the hidden size."""
+    """A decoder layer whose projection of q, k and v reads two concatenated vectors of the hidden size for each
+    token."""
 
     inputs = 2
 
@@ -141,7 +142,7 @@ class EagleHead:
         self.map = parts.add(VocabularyMap("map", drafted, spec.vocab, params, parts.device))
 
     def attach(self, target: Any) -> None:
-        """Use the embedding of the served model, unless the head has its own."""
+        """Store the embedding of the served model, unless this head has its own."""
         if self.embed is None:
             self.embed = target.embedded
 

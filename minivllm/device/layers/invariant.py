@@ -62,7 +62,7 @@ class FixedRows:
             x, given = x.new_zeros(whole, x.shape[1]), x
             x[:tokens] = given
         parts = x.split(self.rows)
-        if x.data_ptr() % 64 or (self.rows * x.shape[1] * x.element_size()) % 64:  # may affect the kernel
+        if x.data_ptr() % 64 or (self.rows * x.shape[1] * x.element_size()) % 64:  # alignment may affect the kernel
             parts = tuple(part.clone() for part in parts)
         return torch.cat([self._call(part) for part in parts])[:tokens]
 

@@ -1,4 +1,4 @@
-"""Layout and allocation of the KV cache."""
+"""Compute the layout of the KV cache's tensors, and allocate them."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def allocate(
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of zeros.  On a CPU its pages are reserved by calloc and taken on the first write."""
+    """Return a tensor of zeros.  On a CPU the operating system provides the memory page by page, at the first write."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     try:
         memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    except ValueError as e:  # the size is more than an array can have
+    except ValueError as e:  # the size exceeds the largest size of a numpy array
         raise MemoryError(str(e)) from e
     return torch.from_numpy(memory).view(dtype).reshape(shape)

@@ -16,12 +16,12 @@ from .matmul import Packed, matmul
 from .module import Module, check_shape, fill
 from .stored_product import StoredProduct, stored_product
 
-GATED = 1  # mode of ``WeightScheme.joined``: activation(gate) * up
-CAPTURED = "of captured steps"  # key in ``WeightScheme.served`` for the native program of a CPU
+GATED = 1  # mode of ``WeightScheme.joined`` in which the kernel also computes activation(gate) * up
+CAPTURED = "of captured steps"  # key of ``WeightScheme.served`` that describes the native program of a CPU
 
 
 def part_rows(info: ModuleInfo, part: str) -> slice:
-    """Return the range of a part's output rows in the merged weight.  KeyError for an unknown part."""
+    """Return the rows of a part, such as "q", in the weight of a merged linear layer.  KeyError for an unknown part."""
     if part in info.rows:
         return info.rows[part]
     raise KeyError(f"{info.name} has no part {part!r}")
@@ -54,9 +54,9 @@ class Dense(WeightScheme):
         self.info = info
         self.fuse = fuse
         self.invariant = invariant
-        self.row: Any = None  # the kernel for a product with one row
-        self.fixed: Any = None  # with ``invariant``, the product whose bits do not depend on the number of rows
-        self.native: StoredProduct | None = None  # the native product of a CPU if it is faster than torch's, else None
+        self.row: Any = None  # the kernel that multiplies one row, or None
+        self.fixed: Any = None  # with ``invariant``, a product whose bits for a row do not depend on the number of rows
+        self.native: StoredProduct | None = None  # product of the native CPU library; None if torch's is faster
         shape = (info.out_features, info.in_features)
         if weight is None:
             weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
@@ -90,9 +90,9 @@ class Dense(WeightScheme):
             self.row = Product(self.weight, None)
 
     def find_native(self) -> StoredProduct | None:
-        """Return the native product of a CPU if it is faster than torch's.
+        """Return the product of the native CPU library, or None if torch's is faster.
 
-        Its result has the bits that ``invariant`` requires too.
+        The bits of a row do not depend on the other rows, as ``invariant`` requires.
         """
         outputs, inputs = self.weight.shape
         return stored_product(StoredWeight(self.weight), outputs, inputs, self.weight.dtype)
@@ -104,7 +104,7 @@ class Dense(WeightScheme):
         self.packed = None
 
     def refresh(self) -> None:
-        """Make the packed copies again after the weight has changed in place.  Other products read the weight."""
+        """Make the packed copies of the weight again after it has changed in place."""
         if self.native is not None:
             return
         if self.invariant and self.weight.device.type == "cpu":
@@ -151,7 +151,7 @@ class Linear(Module):
         self.scheme = scheme
         self.group = group
         self.reduce = info.split == "row" and info.shard.size > 1
-        self.adapter: Any = None  # the ``LayerAdapters`` of the layer; None if no adapters are served
+        self.adapter: Any = None  # ``LayerAdapters``, which add the changes of adapters; None if no adapters are served
         self.tensors = dict(scheme.tensors)
         self.bias: Tensor | None = None
         if info.bias:
@@ -191,7 +191,8 @@ class Linear(Module):
 
     def finish(self) -> None:
         self.scheme.finish()
-        self.tensors = dict(self.scheme.tensors)  # a scheme may repack its tensors, so the old ones are freed here
+        # a scheme may have repacked its tensors; this drops the last references to the old ones
+        self.tensors = dict(self.scheme.tensors)
         if self.bias is not None:
             self.tensors["bias"] = self.bias
 
@@ -204,12 +205,13 @@ class Linear(Module):
             weight.refresh()
 
     def _unquantized(self) -> list[Dense]:
-        """Return the unquantized weights of the layer: its whole weight, or the parts that a quantizer leaves out."""
+        """Return the schemes of unquantized weights in the layer: of the whole weight, or of parts that a quantizer
+        leaves out."""
         parts = getattr(self.scheme, "schemes", (self.scheme,))
         return [one for one in parts if isinstance(one, Dense)]
 
     def replace(self, scheme: WeightScheme) -> None:
-        """Compute with the weight of another scheme, which is loaded, from now on."""
+        """Use the weight of another scheme, which has been loaded, in place of the current one."""
         self.scheme = scheme
         self.finish()
 
@@ -229,7 +231,7 @@ class Linear(Module):
         return self.scheme.apply(x) if self.adapter is None else self.adapter.added_to(self.scheme.apply, x)
 
     def summed(self, y: Tensor) -> Tensor:
-        """Return the layer's result [T, out] from this process's part ``y`` [T, out] of the product.
+        """Complete the product ``y`` [T, out] of this process, and return the layer's result [T, out].
 
         Sums over the processes if the inputs are split, and adds the bias; ``y`` may be changed in place."""
         if self.reduce:

@@ -55,17 +55,19 @@ SCALES = ("k_scale", "v_scale")
 
 
 class NotLowered(Exception):
-    """The model cannot run as a native program; the message is the reason, in one line."""
+    """The error of a model that cannot run as a native program; its message is the reason, in one line."""
 
 
 class Lowering:
-    """The translation of one model: the constructor adds the operations of ``model`` to ``program``.
+    """The translation of one model to a native CPU program: the constructor adds the operations of ``model`` to
+    ``program``.
 
-    It raises NotLowered for a model with a part that no operation computes.  FORWARD writes the final normed hidden
+    It raises NotLowered if no operation computes some part of the model.  FORWARD writes the final normed hidden
     states of the tokens that sample to ``hidden`` f32 [most_tokens, H].  SAMPLE writes their logits to ``logits`` f32
     [rows, V].  ``block`` is the tokens of a KV block, and ``room`` the most bytes that copies of weights may take.
-    ``adapters`` is the number of the adapter method whose low-rank products the program computes, None for none.
-    ``narrowed`` (address of a weight -> weight, tensor to read) are the copies of another program, which are used too.
+    ``adapters`` is the index of the adapter method whose low-rank products the program computes; None means no
+    adapters. ``narrowed`` maps the address of a weight to (weight, tensor to read): the copies of another program,
+    which are reused.
     """
 
     def __init__(
@@ -87,14 +89,14 @@ class Lowering:
             raise NotLowered(f"the model {type(model).__name__} is not made of a table")
         self.modules = modules
         self.program = program
-        self.block = block  # tokens of a KV block
+        self.block = block  # number of tokens of a KV block
         self._room = room
         self.copied = 0  # bytes of the copies of weights that the program reads
         self.narrowed = narrowed if narrowed is not None else {}
         tokens = program.most_tokens
         self.hidden = torch.zeros(tokens, self.spec.hidden)
         self.logits = torch.zeros(rows, self.spec.vocab)
-        remaining = iter(layers)  # those with attention
+        remaining = iter(layers)  # layers with attention, in order
         self._layers = [None if layer.recurrent else next(remaining) for layer in self.spec.layers]
         for i, layer in enumerate(self.spec.layers):
             self._check(i, layer, self._layers[i])
@@ -109,7 +111,7 @@ class Lowering:
             widths["gates"] = 2 * max(heads)
         self._memory = {name: torch.zeros(tokens, width) for name, width in widths.items()}
         self._views: dict[tuple[str, int, int], int] = {}
-        self._inner_registers: dict[int, int] = {}  # of adapters, by width
+        self._inner_registers: dict[int, int] = {}  # width of the inner values of adapters -> their register
         self.x = program.register(torch.zeros(tokens, self.spec.hidden))
         self.branch = program.register(torch.zeros(tokens, self.spec.hidden))
         self.out = program.register(self.hidden)
@@ -120,7 +122,8 @@ class Lowering:
         self._head(program.register(self.logits))
 
     def keep_states(self, memory: Tensor) -> None:
-        """Store the results of all tokens that FORWARD returns in ``memory`` [places, H], by the places of group 0."""
+        """Store the hidden states that FORWARD returns also in ``memory`` [places, H], at the tokens' places in KV
+        group 0."""
         places, width = memory.shape
         self.program.add("store", in_=self.out, data=memory, format=FORMATS[memory.dtype], n=places, k=width)
 
@@ -129,13 +132,13 @@ class Lowering:
         return model, getattr(model, "blocks", ())
 
     def _wide(self, i: int) -> int:
-        """Return the outputs of the first product of layer i."""
+        """Return the number of outputs of the first linear layer of layer i."""
         part = "in" if self._layers[i] is None else "qkv"
         module: Any = self.modules[f"layers.{i}.attn.{part}"]
         return int(module.info.out_features)
 
     def _inner(self, layer: LayerSpec) -> int:
-        """Return the width of the outputs of attention, or of a layer with a state."""
+        """Return the number of elements that attention, or a recurrent layer, computes for each token."""
         mixer = layer.attention
         return mixer.heads * mixer.dim_v if isinstance(mixer, AttnSpec) else mixer.inner
 
@@ -171,7 +174,8 @@ class Lowering:
             raise NotLowered(f"layer {i} has a KV cache that does not lie token by token")
 
     def _view(self, name: str, first: int, width: int) -> int:
-        """Return the register of columns [first, first + width) of the buffer ``name``."""
+        """Return the index of the native program's register for columns [first, first + width) of the buffer
+        ``name``."""
         key = (name, first, width)
         if key not in self._views:
             columns = self._memory[name][:, first : first + width]
@@ -224,7 +228,7 @@ class Lowering:
         if weight.dtype != torch.float32:
             return weight
         key = weight.data_ptr()
-        if key not in self.narrowed:  # the weight is stored too, so that its address is not reused
+        if key not in self.narrowed:  # the weight is stored with its copy, so that no other tensor gets its address
             if self.copied + weight.nbytes // 2 > self._room:
                 return weight
             copy = weight.bfloat16()
@@ -236,7 +240,8 @@ class Lowering:
         return self.narrowed[key][1]
 
     def _product(self, linear: Any, x: int, out: int, norm: str | None, **fields: Any) -> None:
-        """Add the product of a linear layer, with the norm before it and the adapters of the layer."""
+        """Add the operations that multiply the register ``x`` by a linear layer, with the norm before it and its
+        adapters."""
         normed = self._norm(norm)
         if (made := self._low_rank(linear)) is not None:
             layer, inner = made
@@ -245,7 +250,7 @@ class Lowering:
         self.program.add("product", in_=x, out=out, **self._weight(linear), **normed, **fields)
 
     def _low_rank(self, linear: Any) -> tuple[ctypes.Structure, int] | None:
-        """Return the adapters of a layer and the register of their inner values, None if the layer has none.
+        """Return the native struct of a layer's adapters, and the register of their inner values; None if it has none.
 
         NotLowered for adapters that the program cannot compute."""
         if self.adapters is None or not isinstance(linear, Linear) or linear.adapter is None:
@@ -293,7 +298,7 @@ class Lowering:
         last = i + 1 == len(self.spec.layers)
         before = layer.norms != AFTER
         attn = self._mixer(i, layer, name + "norm1" if before else None)
-        if last:  # after the last attention only the tokens that sample are needed
+        if last:  # behind the last attention only tokens from which a token is drawn are computed
             self.program.add("pick", in_=self.x, out=attn)
         o = self.modules[name + "attn.o"]
         down = self.modules[name + "mlp.down"]
@@ -318,7 +323,8 @@ class Lowering:
         self._add(self._mlp(name, layer, middle), down, second, layer)
 
     def _mixer(self, i: int, layer: LayerSpec, norm: str | None) -> int:
-        """Add the projection and attention of layer i, or a layer with a state; return the register of the outputs."""
+        """Add the operations of attention, or of a recurrent layer, in layer i; return the register of their
+        outputs."""
         attention = self._layers[i]
         name = f"layers.{i}.attn."
         if attention is not None:
@@ -334,7 +340,9 @@ class Lowering:
         return self._delta_net(module, gates)
 
     def _delta_net(self, module: DeltaNet, gates: int) -> int:
-        """Add the delta rule and its gated norm, and return the register of the outputs.  ``gates`` holds b | a.
+        """Add the operations of a delta rule and its gated norm; return the register of the outputs.
+
+        The register ``gates`` holds b | a.
 
         NotLowered if the delta rule runs as a Triton kernel."""
         if module.native_conv is None:
@@ -357,7 +365,8 @@ class Lowering:
         return z
 
     def _convolution(self, module: ShortConvolution, mixed: int) -> int:
-        """Add a short convolution of b | c | x, and return the register of its outputs."""
+        """Add the operations of a short convolution of the register ``mixed``, b | c | x; return the register of the
+        outputs."""
         channels, width = module.weight.shape
         ring = module.layer.memory["ring"]
         out = self._view("attn", 0, channels)
@@ -374,7 +383,8 @@ class Lowering:
         self.program.add("keep", in_=register, data=ring, n=ring.shape[1], k=width, format=FORMATS[ring.dtype])
 
     def _attention(self, i: int, layer: LayerSpec, attention: AttnLayer, norm: str | None) -> int:
-        """Add the projection and attention of layer i, and return the register of the heads' outputs."""
+        """Add the operations of the projection and of attention in layer i; return the register of the heads'
+        outputs."""
         a = attention.spec
         block = self.blocks[i]
         widths = (a.heads * a.dim_qk, a.kv_heads * a.dim_qk, a.kv_heads * a.dim_v)
@@ -418,7 +428,8 @@ class Lowering:
         return {**fields, "key_scales": cache.get("k_scale"), "value_scales": cache.get("v_scale")}
 
     def _mlp(self, name: str, layer: LayerSpec, norm: str | None) -> int:
-        """Add the first product of an MLP, and return the register that its last product reads."""
+        """Add the operation of an MLP's first linear layer and activation; return the register that its last layer
+        reads."""
         mlp = layer.mlp
         assert isinstance(mlp, MLP)  # a layer of experts is not lowered
         out = self._view("mid", 0, mlp.inner)
@@ -445,7 +456,7 @@ class Lowering:
 
 
 class HeadLowering(Lowering):
-    """The translation of a ``PredictionHead``, with the embedding and the output layer of the served model.
+    """The translation of a drafter's ``PredictionHead``, which uses the embedding and output layer of the served model.
 
     FORWARD reads the hidden states of the served model from ``states`` f32 [most_tokens, H], and the columns have
     ``ahead`` = 1."""
@@ -458,7 +469,7 @@ class HeadLowering(Lowering):
         return model.target, [model.block]
 
     def _embed(self) -> None:
-        """Add the product of the embedding and the hidden states, each of them normed."""
+        """Add the operations that norm the embedding and the hidden states, and multiply both by one matrix."""
         tokens = self.program.most_tokens
         hidden = self.spec.hidden
         both = torch.zeros(tokens, 2 * hidden)

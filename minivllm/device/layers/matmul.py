@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PACK_LIMIT = 4 << 20  # largest size in bytes of a weight that gets a second, packed copy
-PACK_ROWS = 32  # number of rows for which oneDNN chooses the packed order
-PACKED_FROM = 4  # smallest number of rows for which the packed copy is faster
+PACK_ROWS = 32  # number of input rows for which oneDNN chooses the order of the packed copy
+PACKED_FROM = 4  # smallest number of input rows for which a product with the packed copy is faster
 
 
 def pack(weight: Tensor) -> Tensor | None:
@@ -39,7 +39,8 @@ class Packed:
         self._copy: Tensor | None = None
 
     def of(self, rows: int) -> Tensor | None:
-        """Return the copy for a product of ``rows`` rows; make it if needed.  None if there is no copy."""
+        """Return the packed copy for a product of ``rows`` rows, made at the first use; None if the weight alone is
+        faster."""
         if rows >= PACKED_FROM and self._weight is not None:
             self._copy = pack(self._weight)
             self._weight = None

@@ -35,7 +35,7 @@ class Module:
         """Prepare for use; called after all parts of this module, and all earlier modules, are loaded."""
 
     def release(self) -> None:
-        """Free the copies of weights that ``refresh`` makes again."""
+        """Free the derived copies of weights, which ``refresh`` makes again."""
 
     def refresh(self, params: Collection[str]) -> None:
         """Prepare for use after ``load`` replaced the parameters ``params`` of the finished module, in place.
@@ -44,7 +44,7 @@ class Module:
 
 
 class Tensors(Module):
-    """Weights that the architecture's own code computes with."""
+    """Weights of an architecture that computes with them in its own code."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(name)
@@ -67,7 +67,7 @@ def all_finite(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     values = tensor.to(dtype)
     if values.is_floating_point() and values.element_size() == 1:
-        values = values.float()  # torch has no smallest and largest number of float8
+        values = values.float()  # torch cannot compute the minimum and maximum of float8
     return torch.stack(torch.aminmax(values)).isfinite().all()
 
 

@@ -1,4 +1,4 @@
-"""Functions that make the modules of a model.
+"""A factory of the modules of a model.
 
 They apply quantization, tensor parallelism and the attention back end, so that a model need not handle them.
 """
@@ -71,16 +71,17 @@ class ModuleParts:
         self.shard = shard or share_of(group)
         self.group = group
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        self.arch: Any = None  # the plug-in of the architecture, which describes or builds the model
+        self.arch: Any = None  # the architecture plug-in (``ModelArch``), which builds the model with this factory
         self.quantizer = quantizer
         self.backend = backend
         self.fuse = fuse
         self.invariant = batch_invariant
-        # Whether these kernels run depends on the number of rows, so the bits of a result depend on it too.
+        # ``pairs``: whether a linear layer and its neighbours may run as one kernel for few rows.  The bits of a result
+        # then depend on the number of rows.
         self.pairs = fuse and not batch_invariant and "pairs" not in unfused
         self.fuse_norms = fuse and "norms" not in unfused
         self.fuse_gate = fuse and "gate" not in unfused
-        # these run for any number of rows, and have the bits of separate kernels
+        # ``fixed_gates``: whether a gate runs in the product's kernel for any number of rows, with equal bits
         fixed = batch_invariant and self.device != "cpu"
         self.fixed_gates = self.fuse_gate and fixed and "pairs" not in unfused
         self.described = False  # whether the model is a plain ``Decoder`` of its architecture's ``DecoderSpec``
@@ -88,15 +89,15 @@ class ModuleParts:
         self.loaded: Any = None  # ``loading.weights.LoadedRules``, once the weights are loaded
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
-        self.states: list[StateLayer] = []  # layers with a recurrent state
+        self.states: list[StateLayer] = []  # memory of the layers with recurrent states
         self._group_of: dict[int, int] | None = None
         if groups is not None:
             self._group_of = {layer: g for g, members in enumerate(groups) for layer in members}
         self._geometries: list[tuple] = []
-        self.free_rows = 0  # number of rows of the rotary tables after the rows of positions, for parts of images
+        self.free_rows = 0  # rows of the rotary tables behind those of positions, for positions inside of images
         self._tables: dict[tuple[Rope, bool], tuple[Tensor, Tensor]] = {}
         self._factors: dict[tuple[Rope, bool], Tensor | None] = {}
-        # number of an attention layer -> its cos and sin tables, for layers that rotate keys
+        # index of an attention layer -> its (cos, sin) tables, for layers that rotate keys
         self.rotations: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, module: Any) -> Any:
@@ -120,7 +121,8 @@ class ModuleParts:
         return ModuleInfo(name, kind, inp, tuple(parts), dtype, self.device, **fields)
 
     def heads(self, n: int) -> int:
-        """Return the number of this process's heads, of n query heads.  ModelError if the processes do not divide n."""
+        """Return how many of the model's n query heads this process has.  ModelError if n is no multiple of the
+        processes."""
         return self._share(n, "heads")
 
     def kv_heads(self, n: int) -> int:
@@ -131,7 +133,7 @@ class ModuleParts:
         return 1 if self._copies(n) > 1 else self._share(n, "KV heads")
 
     def _copies(self, kv_heads: int) -> int:
-        """Return how many processes have a copy of the same KV head; at most 1 means that none is copied."""
+        """Return how many processes have a copy of the same KV head; 0 or 1 means that no head is copied."""
         return 1 if self.shard.size % kv_heads else self.shard.size // kv_heads
 
     def linear(
@@ -285,7 +287,7 @@ class ModuleParts:
 
     @property
     def _ranks(self) -> Any:
-        """Return the communicator of the processes that share the model, None for a single process."""
+        """Return the communicator of the processes that share the model; None if one process has all of it."""
         return self.group if self.shard.size > 1 else None
 
     def lm_head(self, name: str, inp: int, vocab: int, tied: Embedding | None = None) -> LMHead | TiedLMHead:
@@ -360,7 +362,7 @@ class ModuleParts:
             from minivllm.device.kernels.activation import gate_out as fused
 
             return fused
-        # on a CPU the rounding of torch's sigmoid depends on the position of an element
+        # torch's sigmoid on a CPU rounds an element differently at different positions
         return invariant.gate_out if self.invariant and self.device == "cpu" else gate_out
 
     def mlp_up(self, name: str, hidden: int, mlp: MLP) -> Callable[[Normed], Tensor]:

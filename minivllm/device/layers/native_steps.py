@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .parts import ModelParts
 
-# attributes of the worker's ``DeviceState`` that the program reads
+# attributes of the worker's ``DeviceState`` whose memory the native program reads or writes
 COLUMNS = (
     "tokens", "table", "block", "stop_ids", "rope_first", "dropped", "stopped", "known", "end", "min_end", "seed",
     "sample", "n_eos",
@@ -46,8 +46,8 @@ class NativeSteps:
     The constructor raises NotLowered, with the reason, if the model or the configuration cannot run natively.
     ``state`` is the ``DeviceState`` of ``device/worker/state.py``, ``parts`` the factory that made the model's modules
     and KV cache.  Copies of weights take up to ``room`` bytes.  ``watched`` are the ``TargetStates`` of a drafter that
-    reads hidden states, or None.  ``adapters`` is the number of the adapter method whose low-rank products the program
-    computes, None for none.
+    reads hidden states, or None.  ``adapters`` is the index of the adapter method whose low-rank products the program
+    computes; None means no adapters.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class NativeSteps:
         self._check(wiring, parts)
         with_drafts = len(state.stopped) * (1 + wiring.speculation.num_speculative_tokens)
         rows = min(with_drafts, MOST_TOKENS)
-        self.plain = int(replaceable(sampler))  # bits of the sampler variants that the program draws
+        self.plain = int(replaceable(sampler))  # variant bits of the sampler for which the native program can draw
         self.columns = {name: getattr(state, name) for name in COLUMNS}
         self.columns["longest"] = state.tokens.shape[1]
         self.columns["slots"] = state.table.shape[1]
@@ -86,13 +86,13 @@ class NativeSteps:
         self.program = made.program
         self.hidden = made.hidden
         self.logits = made.logits
-        self.copied = made.copied  # bytes of the copies of weights
+        self.copied = made.copied  # bytes of the program's copies of weights
         self.narrowed = made.narrowed  # the copies themselves
-        self.head: NativeHead | None = None  # the layers of a drafter's head
+        self.head: NativeHead | None = None  # native program of a drafter's head, or None
         self._decode = wiring.steps.graph == "decode"
         self._box = np.zeros(2 + 4 * self.most_tokens, np.int64)
         self._at = address(self._box)
-        # places of the adapters of the step's rows i32 [S] by slot; None if no row has an adapter
+        # i32 [S] index of each slot's adapter in the adapter memory; None if no row of the step has an adapter
         self.places: np.ndarray | None = None
 
     def _check(self, wiring: Wiring, parts: ModelParts) -> None:
@@ -127,7 +127,7 @@ class NativeSteps:
         return column
 
     def takes(self, plan: StepPlan) -> bool:
-        """Return whether the program can run FORWARD of a step.
+        """Return whether the native program can run the layers of a step (FORWARD).
 
         The step needs 1 to ``MOST_TOKENS`` rows, at most ``most_tokens`` tokens, and no prompt logprobs, taps, steering
         or given experts.  If only decode steps are captured, each row must have one token.  The buffer must have room
@@ -146,7 +146,9 @@ class NativeSteps:
         return 0 < int(plan.q_len.sum()) <= most
 
     def forward(self, plan: StepPlan) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run FORWARD and return (the hidden states [N, H] of the N tokens that sample, the sums of ``plan.pooled``).
+        """Run the layers of a step (FORWARD).
+
+        Return (hidden states [N, H] of the N tokens from which a token is drawn, sums of ``plan.pooled``).
 
         The hidden states are None if N is 0; the next step may overwrite them.  The sums are None if the step pools
         nothing.  ``sample`` cannot follow a step that pools, because the buffer then has other hidden states too."""
@@ -165,19 +167,22 @@ class NativeSteps:
         return hidden[drawing], sums
 
     def _watched(self, plan: StepPlan, at: np.ndarray) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Do the same as ``forward`` for a step whose hidden states a drafter reads; ``at`` i64 [N] sample."""
+        """Run FORWARD of a step whose hidden states a drafter reads, and return the same as ``forward``.
+
+        ``at`` i64 [N] are the indices of the tokens from which a token is drawn."""
         every = np.arange(int(plan.q_len.sum()))
         hidden = self._forward(plan, every)
         assert hidden is not None
         sums = pool(plan, hidden, every, self.state) if len(plan.pooled) else None
         if not len(at):
             return None, sums
-        self.hidden[: len(at)] = self.hidden[torch.from_numpy(at)]  # ``sample`` reads the first rows
+        self.hidden[: len(at)] = self.hidden[torch.from_numpy(at)]  # ``sample`` reads the first rows of the buffer
         drawn = self.hidden[: len(at)]
         return drawn if self._dtype == torch.float32 else drawn.to(self._dtype), sums
 
     def _forward(self, plan: StepPlan, used: np.ndarray) -> torch.Tensor | None:
-        """Run FORWARD and return the hidden states [N, H] of the tokens ``used`` i64 [N]; None if N is 0."""
+        """Run the layers of a step, and return the hidden states [N, H] of the tokens with indices ``used`` i64 [N];
+        None if N is 0."""
         whole = merged(plan) if len(plan.draft) else plan
         box = self._box
         r = len(whole.slots)
@@ -220,13 +225,13 @@ class NativeSteps:
         self.program.states(rows)
 
         def advance() -> None:
-            held.clear()  # the program has read the held tensors
+            held.clear()  # the program no longer needs the tensors whose memory it has read
             step.advance()
 
         return advance
 
     def draws(self, plan: StepPlan) -> bool:
-        """Return whether the program can run SAMPLE after its FORWARD of a step.
+        """Return whether the native program can draw the tokens of a step whose layers it has run (SAMPLE).
 
         This requires that all rows only draw a token, in a variant that the program has.  Logprobs, guides, active
         processors and data for the host need ``step.sample``.
@@ -282,7 +287,7 @@ class NativeHead:
         for plugin in (parts.backend, parts.backend.ctx.kv_format):
             if not replaceable(plugin):
                 raise NotLowered(f"{type(plugin).__name__} of the drafter's head runs itself")
-        # a draft is not yet accepted, so lengths and ends of the sequences stay unchanged
+        # drafts are not accepted yet, so the program gets separate lengths and end flags of the sequences to write
         self.known = torch.zeros_like(state.known)
         self.stopped = torch.zeros_like(state.stopped)
         columns = dict(steps.columns)
@@ -309,13 +314,14 @@ class NativeHead:
         self._out_at = address(self._out)
 
     def takes(self, q_len: np.ndarray) -> bool:
-        """Return whether the program can compute rows of ``q_len`` i32 [N] pairs."""
+        """Return whether the program can run the head on rows of ``q_len`` i32 [N] (hidden state, token) pairs."""
         return len(q_len) <= len(self.logits) and int(q_len.sum()) <= MOST_TOKENS
 
     def forward(
         self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute ``q_len`` i32 [N] pairs of each row, after its first ``computed`` i32 [N] pairs.
+        """Run the head on ``q_len`` i32 [N] (hidden state, token) pairs of each row, behind its first ``computed`` i32
+        [N] pairs.
 
         ``states`` [T, H] are the hidden states of the pairs.  Return (the results f32 [N, H] and the logits f32 [N, V]
         of the last pair of each row), which the next call overwrites.
@@ -339,9 +345,9 @@ class NativeHead:
         return logits.data_ptr() == self.logits.data_ptr() and self.steps.draws_rows(slots)
 
     def draw(self, slots: np.ndarray, position: np.ndarray) -> torch.Tensor:
-        """Draw a token of each row from the logits of the last call, and write it to the history.
+        """Draw a token of each row from the logits of the last call, and write it to the columns of tokens.
 
-        ``position`` i32 [N] are the places of the tokens.  Return the tokens i64 [N]."""
+        ``position`` i32 [N] are the indices of the tokens in their sequences.  Return the tokens i64 [N]."""
         box = self._box
         r = len(slots)
         box[0] = r
@@ -362,7 +368,7 @@ class NativeHead:
         k: int,
         memory: torch.Tensor,
     ) -> np.ndarray:
-        """Draw k drafts of each row and write them to the history.  Return the drafts i32 [k, N].
+        """Draw k drafts of each row and write them to the columns of tokens.  Return the drafts i32 [k, N].
 
         The head computes ``q_len`` i32 [N] pairs of each row behind its first ``computed`` i32 [N] pairs.  The rows
         have ``known`` i32 [N] tokens, and each only draws tokens (``NativeSteps.draws_rows``).  ``memory`` [places, H]

@@ -46,7 +46,7 @@ class RMSNorm(Module):
         return rms_norm(residual, self.weight, self.eps), residual
 
     def rounded(self, x: Tensor, residual: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Do the same as a call, but quantize y to the 8-bit ``dtype``; the norm must be ``fused``.
+        """Do the same as a call, but quantize the normed rows y to the 8-bit ``dtype``; the norm must be ``fused``.
 
         Return (codes [T, dim], scale f32 [T, 1], new residual), where y = codes * scale."""
         from minivllm.device.kernels.norm import add_rms_norm_rounded
@@ -121,8 +121,8 @@ class LayerNorm(Module):
 class HeadsNorm(Module):
     """A norm that normalises each head separately and has weights for each head: RMSNorm, or LayerNorm if centered.
 
-    This process has the heads ``here`` of ``heads``; a call takes and returns x [T, len(here) * dim].  The statistics
-    are float32.  A checkpoint part is named by the number of its head; weights of other heads are not stored.
+    This process has the heads with indices ``here`` of ``heads``; a call takes and returns x [T, len(here) * dim].  The
+    statistics are float32.  In a checkpoint the part of a head is its index as a text.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
-    # torch has no fused CPU kernel for this norm. These operations take a third less time than its seven operations.
+    # torch computes this norm on a CPU by seven operations; these take a third less time
     squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     scale = squares.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return x.mul(scale).mul_(weight)

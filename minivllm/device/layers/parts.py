@@ -18,5 +18,5 @@ class ModelParts(ModuleParts):
         return Mixture(name, hidden, spec, self, hook)
 
     def decoder(self, spec: DecoderSpec) -> Model:
-        """Make the model that a table describes."""
+        """Make the decoder model that ``spec``, a table of its sizes and options, describes."""
         return Decoder(spec, self)

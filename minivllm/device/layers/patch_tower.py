@@ -20,24 +20,26 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-GRIDS = 32  # grids whose tables are kept
+GRIDS = 32  # largest number of grids whose position tables are cached
 
 
 class Tables(NamedTuple):
-    """The positions of a grid's N patches.  The patches of a feature, a square in the image, are consecutive."""
+    """The position tables of a grid of N patches: learned embeddings, and cos and sin of rotary embeddings.
 
-    learned: Tensor  # [N, width], in the dtype of the tower
-    cos: Tensor  # f32 [N, dim of a head]
-    sin: Tensor  # likewise; the first half has the opposite sign
+    The patches that are merged to a feature, a square in the image, are consecutive."""
+
+    learned: Tensor  # [N, width] learned position embeddings, in the dtype of the tower
+    cos: Tensor  # f32 [N, dim of a head], of the rotary embedding
+    sin: Tensor  # f32 [N, dim of a head]; the first half is negated, as the rotation needs
 
 
 class PatchTower:
-    """Computes features of patches by the weights of ``visual``, a tower of transformers."""
+    """Computes features of image patches with the weights of ``visual``, the vision tower of a transformers model."""
 
     def __init__(self, visual: Any, levels: Sequence[int]) -> None:
         """Store the modules of a vision tower.
 
-        ``levels`` are the numbers of the layers whose outputs give additional features (deepstack).
+        ``levels`` are the indices of the layers whose outputs give additional features (deepstack).
         """
         self.visual = visual
         self.levels = list(levels)
@@ -45,7 +47,7 @@ class PatchTower:
         self.heads = int(config.num_heads)
         self.merge = int(config.spatial_merge_size)
         self.dim = int(config.hidden_size) // self.heads
-        # another attribute in each release of transformers; 10,000 is the value of all checkpoints
+        # base of the rotary embedding; transformers renames its attribute often, and all checkpoints have 10,000
         self.theta = float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
         embed = visual.patch_embed.proj
         self.embed = embed.weight.flatten(1), embed.bias
@@ -55,7 +57,7 @@ class PatchTower:
 
             self.turn = turn
         self._tables: OrderedDict[tuple[int, int, int], Tables] = OrderedDict()
-        self._captured: dict[tuple[int, int, int], Tables] = {}  # captures read them, so they stay
+        self._captured: dict[tuple[int, int, int], Tables] = {}  # tables that CUDA graphs read, so they are never freed
 
     def __call__(self, patches: Tensor, grid: tuple[int, int, int]) -> list[Tensor]:
         """Return the features [tokens, hidden] of each level, for the patches [T, values] of images with the same grid.
@@ -89,7 +91,7 @@ class PatchTower:
         return out
 
     def tables(self, grid: tuple[int, int, int]) -> Tables:
-        """Return the positions of the patches of a grid (frames, rows, columns)."""
+        """Return the position tables of the patches of a grid (frames, rows, columns), from a cache or computed."""
         found = self._captured.get(grid) or self._tables.get(grid)
         if found is None:
             found = self._computed(grid)
@@ -102,12 +104,13 @@ class PatchTower:
         return found
 
     def _computed(self, grid: tuple[int, int, int]) -> Tables:
-        """Compute the positions of the patches of a grid, on the host."""
+        """Compute the position tables of the patches of a grid (frames, rows, columns), on the host."""
         frames, rows, columns = grid
         weight = self.visual.pos_embed.weight
         merge = self.merge
         squares = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
-        order = squares.transpose(1, 2).flatten()  # index of each patch in rows of the image
+        # index of each patch when the patches of the image are counted row by row
+        order = squares.transpose(1, 2).flatten()
         row = order // columns
         column = order % columns
         learned = _resampled(weight, rows, columns)[order.to(weight.device)].repeat(frames, 1)
@@ -124,15 +127,15 @@ class PatchTower:
 
 
 def _resampled(weight: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the learned positions f32 [rows * columns, width] of a grid, interpolated from a square grid [side²,
-    width].
+    """Interpolate learned position embeddings of a square grid [side², width] to a grid: f32 [rows * columns, width].
 
-    Each position is interpolated between the four nearest ones, and the corners of both grids coincide.
+    Each one is a weighted sum of the four nearest, and the corners of both grids coincide.
     """
     side = int(len(weight) ** 0.5)
 
     def nearest(count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the lower and the upper neighbour of each index, and the share of the upper one."""
+        """Return for ``count`` positions their lower and upper neighbours in the square grid, and the weight of the
+        upper one."""
         at = torch.linspace(0, side - 1, count)
         low = at.long()
         return low, (low + 1).clamp_max(side - 1), at - low
@@ -142,7 +145,7 @@ def _resampled(weight: Tensor, rows: int, columns: int) -> Tensor:
     wide = weight.view(side, side, -1).float()
 
     def taken(row: Tensor, column: Tensor, share: Tensor) -> Tensor:
-        """Return the positions of rows and columns of the square grid, times their shares."""
+        """Return the learned embeddings at ``row`` and ``column`` of the square grid, times their weights ``share``."""
         where = wide.device
         chosen = wide[row.to(where)][:, column.to(where)]
         return chosen * share.to(where)[..., None]

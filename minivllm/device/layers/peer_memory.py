@@ -30,26 +30,27 @@ from minivllm.device.kernels.peer_sums import BFLOAT16, FLOAT16, FLOAT32, sum_by
 if TYPE_CHECKING:
     from .norm import RMSNorm
 
-BLOCKS = 264  # programs of a sum, two for each multiprocessor of an H100 or H200
-CHUNK = 8192  # most 32-bit words that a program exchanges at a meeting
-WORD_ROWS = 128  # most rows of a sum by words
-WORDS = 8192  # most 32-bit words of a row in such a sum
-MOVERS = 132  # most programs of a gather
+BLOCKS = 264  # programs of the kernel that sums, two for each multiprocessor of an H100 or H200
+CHUNK = 8192  # largest number of 32-bit words that a program exchanges with other ranks at a time
+WORD_ROWS = 128  # most rows that the method "words" sums, in which each word carries its own flag
+WORDS = 8192  # most 32-bit words of a row that the method "words" sums
+MOVERS = 132  # largest number of programs of the gather kernel
 PLACE = 32768  # bytes that each program of a gather moves at a time
 # (fewest rows, elements that a program of a gather moves at a time), ascending.  Each entry is a kernel that all ranks
 # must compile before rank 0 captures a draw.  ``RankGraphs.warm``, which gathers one row, compiles the first; the step
 # that measures memory (``worker.build``) compiles the last.
 TILES = ((1, 4096), (32, 16384))
-DRAWN = 128  # rows of sampled tokens for each program
+DRAWN = 128  # rows whose sampled tokens a program copies
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-# number of ranks -> most rows of 8 KiB of a sum by words; -> fewest bytes of all rows of a split sum
+# number of ranks -> largest sum by the method "words", in rows of 8 KiB; -> smallest sum in bytes by "split"
 BY_WORDS = {2: 32, 3: 16, 4: 16, 5: 8, 6: 8, 7: 8, 8: 8}
 SPLIT_FROM = {4: 4 << 20, 8: 256 << 10}
 
 
 @dataclass(frozen=True)
 class RegionLayout:
-    """The offset in bytes of each part of a region, and its total ``bytes``, for ``size`` ranks."""
+    """The offset in bytes of each part of a rank's shared memory region, and the region's ``bytes``, for ``size``
+    ranks."""
 
     size: int
 
@@ -81,7 +82,7 @@ def reachable(size: int) -> str:
         for b in range(size):
             if a != b and not torch.cuda.can_device_access_peer(a, b):
                 return f"cuda:{a} does not reach the memory of cuda:{b}"
-            if a != b and not _atomics_between(a, b):  # the ranks exchange flags by atomic operations
+            if a != b and not _atomics_between(a, b):  # the kernels set flags of other ranks by atomic operations
                 return f"atomic operations of cuda:{a} on the memory of cuda:{b} are not its own, as over PCIe"
     return ""
 
@@ -98,7 +99,7 @@ def _atomics_between(a: int, b: int) -> bool:
 
 
 def region_of(size: int, device: torch.device) -> Tensor:
-    """Allocate this rank's region: u8 zeros [bytes] that the other ranks can map."""
+    """Allocate this rank's memory region: u8 zeros [bytes] that the other ranks can map."""
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric.empty(RegionLayout(size).bytes, dtype=torch.uint8, device=device).zero_()
@@ -110,7 +111,7 @@ def tile_of(rows: int) -> int:
 
 
 class PeerMemory:
-    """One rank's access to the regions of all ranks.
+    """One rank's access to the memory regions of all ranks, and the sums and copies between them.
 
     ``peers`` i64 [size] are the addresses of the regions in this process; the regions start as zeros.  ``keep`` is an
     object that keeps the mappings alive."""
@@ -121,7 +122,7 @@ class PeerMemory:
         self.peers = peers
         self.keep = keep
         self.layout = RegionLayout(self.size)
-        self.alone = False  # True while the other ranks do not take part, as in the trial of a draw
+        self.alone = False  # whether this rank runs a trial without the other ranks, so that it must not wait for them
         device = peers.device
 
         def counters(n: int) -> Tensor:
@@ -132,19 +133,20 @@ class PeerMemory:
         self.moves_met = counters(MOVERS)
         self.tokens_met = counters(MOVERS)
 
-        # host memory: (last meeting begun, last ended) of sums by words, sums by flags, gathers and sampled tokens
+        # host memory: counts of begun and of ended exchanges, for sums by words, sums by flags, gathers and drawn
+        # tokens
         self.progress = torch.zeros(8, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     @classmethod
     def meet(cls, rank: int, region: Tensor) -> PeerMemory:
-        """Map the regions of all ranks of torch's default process group; every rank must make this call.
+        """Map the memory regions of all ranks of torch's default process group; every rank must make this call.
 
         RuntimeError if the ranks cannot access each other's regions."""
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
         world = dist.group.WORLD
-        assert world is not None  # the ranks have joined
+        assert world is not None  # the ranks have joined the process group before
         handle = symmetric.rendezvous(region, world)
         peers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=region.device)
         torch.cuda.synchronize(region.device)
@@ -152,7 +154,7 @@ class PeerMemory:
         return cls(rank, peers, (region, handle))
 
     def reached(self) -> tuple[int, int]:
-        """Return (meetings that the device has begun, meetings that it has ended), summed over all kinds.
+        """Return the numbers of exchanges with other ranks that the device has begun and has ended, over all kinds.
 
         They are read from host memory, so the call does not block while a kernel waits for another rank."""
         begun, ended = zip(*self.progress.view(-1, 2).tolist(), strict=True)
@@ -199,7 +201,7 @@ class PeerMemory:
         if not tokens:
             return
         kind = KINDS[x.dtype]
-        n = dim // (1 if kind == FLOAT32 else 2)  # words of a row
+        n = dim // (1 if kind == FLOAT32 else 2)  # number of 32-bit words of a row
         sizes = dict(DIM=dim, N=n, KIND=kind, SIZE=self.size, **pdl(x))
         sizes["P"] = 1 << (max(n, self.size) - 1).bit_length()
         sizes["WIDE"] = norm is not None and norm.weight.dtype == torch.float32
@@ -207,7 +209,7 @@ class PeerMemory:
         sizes["ADD"] = residual is not None
         sizes["NORM"] = norm is not None
         sizes["num_warps"] = 4 if n <= 1024 else 8
-        # ``x`` replaces absent tensors, which the kernels do not read
+        # absent tensors are replaced by ``x``, because a kernel needs an address even if it does not read it
         weight = None
         eps = 0.0
         if norm is not None:

@@ -15,7 +15,7 @@ from minivllm.core.interfaces.plan import StepPlan
 
 
 def pooled_tokens(plan: StepPlan) -> np.ndarray:
-    """Return the numbers i64 of the step's tokens whose hidden states ``plan.pooled`` sums, line after line."""
+    """Return the indices i64 in the step of the tokens whose hidden states ``plan.pooled`` sums, line after line."""
     rows, first, count = plan.pooled.T.astype(np.int64)
     ends = plan.q_len.cumsum()
     begin = ends[rows] - plan.q_len[rows] + first
@@ -25,23 +25,25 @@ def pooled_tokens(plan: StepPlan) -> np.ndarray:
 
 
 def used_tokens(plan: StepPlan, drawing: np.ndarray) -> np.ndarray:
-    """Return the numbers i64 of the tokens whose hidden states a step uses, ascending.
-
-    They belong to the tokens ``drawing`` and to the tokens that the step pools."""
+    """Return the indices i64 of the tokens whose hidden states a step uses, ascending: the tokens ``drawing``, from
+    which a token is drawn, and the tokens of ``plan.pooled``."""
     if not len(plan.pooled):
         return drawing
     return np.union1d(drawing, pooled_tokens(plan))
 
 
 def rows_of(tokens: np.ndarray, used: np.ndarray | None) -> np.ndarray:
-    """Return the row of each token in the hidden states of the tokens ``used``; None means all tokens of the step."""
+    """Return the row of each of ``tokens`` in hidden states of the tokens ``used``; None means all tokens of the
+    step."""
     if used is None:
         return tokens
     return np.searchsorted(used, tokens)
 
 
 def reads_last_tokens(plan: StepPlan) -> bool:
-    """Return whether ``plan.pooled`` reads only the last token of each row, which captured steps return."""
+    """Return whether ``plan.pooled`` sums only hidden states of the last token of each row.
+
+    Captured steps return the hidden states of these tokens only."""
     rows, first, count = plan.pooled.T
     last = first + 1 == plan.q_len[rows]
     last |= count == 0
@@ -56,14 +58,16 @@ def pool(plan: StepPlan, hidden: Tensor, used: np.ndarray | None, state: Any) ->
 
 
 def pool_captured(plan: StepPlan, hidden: Tensor, state: Any) -> Tensor:
-    """Return the same for the hidden states [R, H] of the last tokens of all rows (see ``reads_last_tokens``)."""
+    """Return the sums f64 [len(plan.pooled), H] as ``pool``, from the hidden states [R, H] of the last token of each
+    row."""
     rows, _, count = plan.pooled.T
     read = rows[count > 0]
     return _sums(plan, hidden, read.astype(np.int64), state)
 
 
 def _sums(plan: StepPlan, hidden: Tensor, rows: np.ndarray, state: Any) -> Tensor:
-    """Return the sums of ``plan.pooled``.  ``rows`` has the row of ``hidden`` of each of ``pooled_tokens``."""
+    """Return the sums f64 of hidden states that ``plan.pooled`` requests.  ``rows`` has the row in ``hidden`` of each
+    token of ``pooled_tokens``."""
     counts = plan.pooled[:, 2]
     if (counts == 1).all():
         return hidden[state.to(rows)].double()
@@ -73,7 +77,7 @@ def _sums(plan: StepPlan, hidden: Tensor, rows: np.ndarray, state: Any) -> Tenso
     if len(single):
         lines, read = state.to(np.stack([single, rows[begin[single]]]))
         sums[lines] = hidden[read].double()
-    # one sum per line, because a copy of all hidden states as float64 may not fit into memory
+    # line by line, because a float64 copy of all hidden states may not fit into memory
     for line in np.flatnonzero(counts > 1).tolist():
         adjacent = hidden.narrow(0, int(rows[begin[line]]), int(counts[line]))
         sums[line] = adjacent.sum(0, dtype=torch.float64)

@@ -25,7 +25,7 @@ from .state_layer import StateLayer, states_of
 
 
 class ShortConvolution(Module):
-    """Normed [T, hidden] -> [T, inner], of the channels of this process.
+    """A gated short convolution: Normed [T, hidden] -> [T, inner], for the channels of this process.
 
     ``spec`` has the sizes of the whole model.  ``project`` returns b | c | x.
     """
@@ -76,7 +76,7 @@ class ShortConvolution(Module):
         fill(self.tensors[param], here)
 
     def __call__(self, h: Normed, step: StepTensors) -> Tensor:
-        """Return [T, inner].  PluginError without the states of the step."""
+        """Return the outputs [T, inner] of this process's channels.  PluginError if the step has no states."""
         states = states_of(step)
         mixed = self.project(h)
         return self.convolve(mixed, self.weight, self.bias, self.layer.memory["ring"], states)
@@ -118,7 +118,8 @@ def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, s
 
 
 def keep(ring: Tensor, new: Tensor, step: StepStates, taps: int) -> None:
-    """Store the newest inputs ``new`` [T, channels] of each row in its ring, and ``taps`` inputs in each copy.
+    """Store the newest inputs of each row in its ring, and ``taps`` inputs in each requested copy; ``new`` is [T,
+    channels].
 
     A row without a copy writes its own ring once more in place of the copy, so that no index depends on values.
     """
@@ -143,9 +144,9 @@ def keep(ring: Tensor, new: Tensor, step: StepStates, taps: int) -> None:
 
 
 def _newest(old: Tensor, new: Tensor, end: Tensor, step: StepStates) -> tuple[Tensor, Tensor]:
-    """Return the newest position [R, places] before ``end`` [R] at each place of a ring, and its input.
+    """Return for each place of a ring the newest position [R, places] before ``end`` [R] that it stores, and its input.
 
-    The input is that of ``old`` [R, places, channels] where the position is before the step."""
+    Inputs of positions before the step are those of ``old`` [R, places, channels]."""
     place = torch.arange(old.shape[1], device=old.device)
     last = end[:, None] - 1
     position = last - (last - place) % old.shape[1]

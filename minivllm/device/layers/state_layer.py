@@ -16,7 +16,7 @@ from minivllm.errors import PluginError
 
 @dataclass
 class StateLayer:
-    """The recurrent states of one layer.
+    """The memory of the recurrent states of one layer, for all sequences.
 
     ``state`` describes the tensors of one sequence.  ``memory`` has each of them for all sequences, by name: a tensor
     [states, *shape], or [states, places, *shape] for a ring.  It is empty until the worker allocates it."""

@@ -21,12 +21,12 @@ from minivllm.device.native import library
 from minivllm.device.native.program import FORMATS, MatrixAddresses
 from minivllm.device.native.team import team
 
-PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of numbers without a scale
-NIBBLES = 32  # the number of inputs of an int4 group is a multiple of this
+PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights without scales
+NIBBLES = 32  # the kernels read int4 weights whose groups have a multiple of this many inputs
 
 
 class StoredProduct(NamedTuple):
-    """The product x W^T of a weight [outputs, inputs] in a form that ``readable`` accepts."""
+    """The product x W^T by the native CPU library, for a weight [outputs, inputs] that ``readable`` accepts."""
 
     stored: StoredWeight
     outputs: int
@@ -70,7 +70,7 @@ def stored_product(stored: StoredWeight, outputs: int, inputs: int, dtype: torch
 
 
 def whole(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors are contiguous and in CPU memory; None is passed over."""
+    """Return whether all tensors are contiguous and in CPU memory; elements that are None are ignored."""
     return all(t is None or (t.is_contiguous() and t.device.type == "cpu") for t in tensors)
 
 

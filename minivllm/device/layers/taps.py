@@ -1,4 +1,6 @@
-"""The taps of one step.  Layers call them with the values of their tap points (named places) to read or steer these."""
+"""Read and change the values at tap points (named values in a model) during a step.
+
+Layers call the objects of this module with the value of each of their tap points."""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from minivllm.core.interfaces.model import StepTaps
 
 
 class TapsOfStep:
-    """The implementation of ``model.StepTaps`` for one step.
+    """Reads and changes the values at tap points in one step (``model.StepTaps``).
 
-    ``steering`` maps a point to vectors [S, width], one for each slot, that are added to the value of the point.
+    ``steering`` maps a tap point to vectors [S, width], one for each slot, that are added to the value of the point.
     ``slots`` i64 [T] are the slots of the tokens.  ``keep(point, x)`` is called with the value of each point in
     ``read``, after steering.  ``routes`` maps a point to given experts i32 [T, k], and ``used`` has the points whose
     given experts the model has taken."""
@@ -42,13 +44,14 @@ class TapsOfStep:
         return x
 
     def given(self, point: str) -> Tensor | None:
-        """Return the given experts i32 [T, k] of a router, -1 for the router's own choice, or None."""
+        """Return the experts i32 [T, k] that requests set for a router; -1 leaves the choice to the router.  None means
+        none."""
         self.used.add(point)
         return self.routes.get(point)
 
 
 class LayerTaps:
-    """The taps of one layer.  Its points are named without the prefix ``layers.i.``."""
+    """The taps of a step for one layer.  Its tap points are named without the prefix ``layers.i.``."""
 
     def __init__(self, taps: StepTaps, prefix: str) -> None:
         self.taps = taps
@@ -58,6 +61,6 @@ class LayerTaps:
         return self.taps(self.prefix + point, x)
 
     def given(self, point: str) -> Tensor | None:
-        """Return the given experts of a router, as ``StepTaps.given``."""
+        """Return the experts that requests set for the router ``point`` of this layer, as ``StepTaps.given``."""
         name = self.prefix + point
         return self.taps.given(name) if name in self.taps.points else None

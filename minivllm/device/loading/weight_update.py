@@ -92,7 +92,7 @@ class SpareMemory:
         return torch.empty_like(tensor)
 
     def clear(self) -> None:
-        """Overwrite the memory of all copies with zeros, and forget them."""
+        """Fill the memory of all copies with zeros, and forget the copies."""
         for piece in self._used:
             piece.zero_()
         self._used.clear()

@@ -91,6 +91,7 @@ class AttentionSums:
             tokens = int(plan.q_len[i])
             stored = int(plan.computed[i]) + tokens
             self._rows.append((slot, int(ends[i]) - tokens, tokens, stored))
+        for slot, _, _, stored in self._rows:
             of_row = self._of_slot.setdefault(slot, {})
             for group in groups:
                 of_row[group] = self._grown(of_row.get(group), group, stored)
