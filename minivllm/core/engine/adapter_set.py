@@ -16,27 +16,28 @@ if TYPE_CHECKING:
 
     from minivllm.core.interfaces.adapters import AdapterFiles, LoRARequest
 
-# states of an adapter
+# states of an adapter's weights in host memory
 NEW, LOADING, READY, FAILED = range(4)
 
 
 @dataclass(eq=False)
 class Adapter:
-    """An adapter that requests use, or that is in host memory."""
+    """A LoRA adapter that at least one request uses, or whose weights are in host memory."""
 
-    number: int  # number under which the workers hold its weights
+    number: int  # number by which the worker processes find its weights
     request: LoRARequest
     files: AdapterFiles
     state: int = NEW
-    place: int = -1  # place on the device; -1 means none
-    users: int = 0  # requests that have not ended
-    used: int = 0  # number of the last admission of a request with this adapter
-    waiting: int = 0  # ranks that have not finished the load
+    place: int = -1  # index of the adapter's memory on the device; -1 means not on the device
+    users: int = 0  # count of unfinished requests with this adapter
+    # counter value at the newest admission of a request with this adapter; larger is newer
+    used: int = 0
+    waiting: int = 0  # count of worker processes that have not finished loading it
     error: str = ""
 
     @property
     def key(self) -> np.ndarray:
-        """Return its key for an evictor, u64 [1]."""
+        """Return the adapter's number as the key u64 [1] that an evictor plug-in receives."""
         return np.array([self.number], np.uint64)
 
 
@@ -54,7 +55,7 @@ class ResidentSet:
         self._released: set[int] = set()
 
     def add(self, adapter: Adapter) -> None:
-        """Add an adapter as in use."""
+        """Add an adapter to the set, and report it to the evictor as in use."""
         info = block_info([(0, 0, 1, 1.0, 0, 0, 0, False)])
         self.adapters[adapter.number] = adapter
         self.evictor.add(adapter.key, info)
@@ -67,13 +68,14 @@ class ResidentSet:
             self.evictor.hold(adapter.key)
 
     def drop(self, adapter: Adapter) -> None:
-        """Remove an adapter for another reason than a lack of room."""
+        """Remove an adapter from the set although there is room for it, for example because it was unloaded."""
         if self.adapters.pop(adapter.number, None) is not None:
             self._released.discard(adapter.number)
             self.evictor.drop(adapter.key)
 
     def evict(self, busy: Callable[[Adapter], bool]) -> Adapter | None:
-        """Remove and return the evictor's choice among adapters that are not ``busy``; None if all are."""
+        """Remove one adapter to make room, and return it.  The evictor chooses it among the adapters for which ``busy``
+        returns False.  None if ``busy`` holds for all of them."""
         idle = [one for one in self.adapters.values() if not busy(one)]
         for one in sorted(idle, key=lambda one: one.used):
             if one.number not in self._released:

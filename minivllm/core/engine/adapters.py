@@ -16,7 +16,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.interfaces.evictor import EvictorContext
-from minivllm.errors import RequestError, shown
+from minivllm.errors import ConfigError, RequestError, shown
 
 from .adapter_set import FAILED, LOADING, NEW, READY, Adapter, ResidentSet
 
@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
     from minivllm.core.interfaces.adapters import AdapterFiles, LoRARequest
     from minivllm.core.interfaces.evictor import Evictor
-    from minivllm.core.interfaces.executor import AdapterWiring
+    from minivllm.core.interfaces.executor import AdapterWiring, Executor, Wiring
 
+    from .parts import EngineParts
     from .request import Request, Seq
     from .slots import Slots
 
 VERB = "adapters"  # of ``Executor.call``
-POLL = 2e-3  # seconds between two looks at loads while steps run
-FREE = -1  # the place in ``Delta.adapter`` that frees host memory
+POLL = 2e-3  # seconds between two checks of the running loads while steps run
+# first column of a row of ``Delta.adapter`` that frees an adapter's host memory instead of filling
+# a place on the device
+FREE = -1
 
 
 class EngineAdapters:
@@ -46,8 +49,9 @@ class EngineAdapters:
         evictor: Callable[[EvictorContext], Evictor],
         now: Callable[[], float],
     ) -> None:
-        """Start without adapters.  ``check`` checks a folder without reading its weights (RequestError), and
-        ``evictor`` makes the evictor of a memory."""
+        """Start without adapters.  ``check(folder)`` checks an adapter's files without reading its weights, and raises
+        RequestError for malformed ones.  ``evictor`` makes the evictor for the device memory and the one for host
+        memory."""
         self.limits = limits
         self.slots = slots
         self.check = check
@@ -58,32 +62,54 @@ class EngineAdapters:
         self.host = ResidentSet(
             limits.max_cpu_loras, evictor(EvictorContext(limits.max_cpu_loras, 1, "cpu"))
         )
-        self.known: dict[int, Adapter] = {}  # id of a request -> its adapter
+        self.known: dict[int, Adapter] = {}  # id that clients give an adapter -> the adapter
         self.names: dict[str, Adapter] = {}
         self.by_place: list[Adapter | None] = [None] * limits.max_loras
-        self.waits: dict[Seq, Adapter] = {}  # sequences outside the queue
+        # sequences that wait for their adapter's load, outside of the queue
+        self.waits: dict[Seq, Adapter] = {}
         # the adapter that is about to be removed; new requests with it wait until it is removed
         self.leaving: Adapter | None = None
-        # adapters that are loaded without a request, with the function that is called afterwards
+        # (adapter, callback) of adapters that are loaded without a request; the callback receives
+        # "" or the error
         self.preloads: list[tuple[Adapter, Callable[[str], None]]] = []
-        self.rows: dict[int, int] = {}  # place -> number, for ``Delta.adapter``
-        # numbers of adapters whose host memory is freed by the next delta
+        # place on the device -> number of the adapter to copy there with the next delta
+        self.rows: dict[int, int] = {}
+        # numbers of the adapters whose host memory the next delta frees
         self.freed: list[int] = []
-        self.orders: list[tuple[int, str]] = []  # loads of the next call
+        # (number, folder) of adapters to load with the next call of the executor
+        self.orders: list[tuple[int, str]] = []
         self.loading: dict[int, Adapter] = {}
         self.loads = self.swaps = self.failed = 0
         self._uses = self._number = 0
-        # ids of adapters that were unloaded, which no request uses again
+        # ids of adapters that were unloaded; no new request may use such an id
         self.unloaded: set[int] = set()
         self._polled = -1.0
+
+    @classmethod
+    def of(
+        cls, wiring: Wiring, executor: Executor, slots: Slots, parts: EngineParts
+    ) -> EngineAdapters | None:
+        """Return the object that manages LoRA adapters; None if the configuration serves none.  ConfigError if the
+        executor does not load adapters."""
+        limits = wiring.adapters
+        if not limits.max_loras or parts.check_adapter is None:
+            return None
+        try:
+            executor.call(VERB, {"load": []})
+        except NotImplementedError as e:
+            who = type(executor).__name__
+            raise ConfigError(
+                f"the executor {who} loads no adapters; use local, process or multiprocess"
+            ) from e
+        return cls(limits, slots, parts.check_adapter, parts.evictor, parts.now)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def find(self, request: LoRARequest) -> Adapter:
-        """Return the adapter of a new request, and count the request as its user until ``release``.
+        """Return the adapter that a new request names, and count the request among its users until ``release`` is
+        called.
 
-        RequestError if its folder is malformed, or if its id or name is in use.
-        """
+        RequestError if the adapter's folder is malformed, or if another adapter has its id or name."""
         adapter = self._find(request)
         adapter.users += 1
         return adapter
@@ -123,11 +149,13 @@ class EngineAdapters:
         return adapter
 
     def _forgettable(self, adapter: Adapter) -> bool:
-        """Return whether nothing refers to an adapter any more."""
+        """Return whether an adapter can be removed at once: no request uses it, and its weights are neither loaded nor
+        being loaded."""
         return not adapter.users and adapter.state in (NEW, FAILED)
 
     def release(self, adapter: Adapter) -> None:
-        """Note that a request with the adapter has ended."""
+        """Count one user less of an adapter, because a request with it has ended.  An unloaded adapter without users is
+        removed."""
         adapter.users -= 1
         unloaded = self.names.get(adapter.request.lora_name) is not adapter
         if self._forgettable(adapter) or (
@@ -136,7 +164,8 @@ class EngineAdapters:
             self.forget(adapter)
 
     def forget(self, adapter: Adapter) -> None:
-        """Remove an adapter without requests from all memories."""
+        """Remove an adapter that no request uses from device memory, from host memory and from all tables of
+        adapters."""
         request = adapter.request
         if self.known.get(request.lora_int_id) is adapter:
             del self.known[request.lora_int_id]
@@ -147,7 +176,8 @@ class EngineAdapters:
         self._leave_host(adapter)
 
     def preload(self, request: LoRARequest, done: Callable[[str], None]) -> None:
-        """Load an adapter, and call ``done`` with "" or the error.  RequestError as in ``find``."""
+        """Load an adapter without a request.  ``done`` is called with "" when it is loaded, or with the error.
+        RequestError as in ``find``."""
         self.preloads.append((self.find(request), done))
 
     def unload(self, name: str) -> bool:
@@ -167,8 +197,7 @@ class EngineAdapters:
     # ---- loads -------------------------------------------------------------------------------------------------------
 
     def begin(self, seq: Seq) -> bool:
-        """Note that a sequence waits for its adapter unless the adapter is in host memory.  Return whether it
-        waits."""
+        """Return whether a sequence must wait because its adapter is not in host memory, and record that it waits."""
         adapter = seq.request.adapter
         if adapter is None or (adapter.state == READY and adapter is not self.leaving):
             return False
@@ -176,18 +205,19 @@ class EngineAdapters:
         return True
 
     def leave(self, seq: Seq) -> None:
-        """Forget that a sequence waits, because it has ended."""
+        """Remove a sequence that has ended from the sequences that wait for their adapter."""
         self.waits.pop(seq, None)
 
     def turn(
         self, call: Callable[..., Any], at_rest: bool
     ) -> tuple[list[Seq], list[tuple[Seq, str]]]:
-        """Start loads of adapters by the executor's ``call``, and check the loads that run.  ``at_rest`` means that no
-        step is in flight.
+        """Order new loads of adapters through the executor's method ``call``, and process the results of earlier loads.
+        ``at_rest`` means that no step is in flight.
 
-        Return the sequences whose adapters are loaded, and the sequences whose adapters failed, each with the error.
-        """
-        # no row uses an adapter, so no delta may follow and no step reads the freed ones
+        Return the waiting sequences whose adapters are now loaded, and (sequence, error) for those whose adapters
+        failed to load."""
+        # No running row uses an adapter here. So no step reads the adapters to free, and perhaps no
+        # delta would follow.
         if at_rest and self.freed and not self.rows:
             numbers = self.freed
             self.freed = []
@@ -216,16 +246,18 @@ class EngineAdapters:
         return ready, failed
 
     def _order_all(self) -> None:
-        """Request the loads for which sequences wait, the earliest first, while host memory has room."""
+        """Order the loads of adapters for which sequences or callers wait, in the order of waiting, as long as host
+        memory has room."""
         preloads = [adapter for adapter, _ in self.preloads]
         wanted = dict.fromkeys((*self.waits.values(), *preloads))
         for adapter in wanted:
             if adapter.state == NEW and not self._order(adapter):
-                return  # later adapters find no room either
+                return  # host memory is full, so the later adapters are not ordered either
         self.leaving = None
 
     def _order(self, adapter: Adapter) -> bool:
-        """Request the load of an adapter, and return True.  Return False if host memory has no room for it."""
+        """Order the load of an adapter into host memory, and return True.  Return False if every adapter there is in
+        use, so that none can be removed for it."""
         if self.host.full:
             victim = self.host.evict(
                 lambda one: bool(one.users) or one.place >= 0 or one.state == LOADING
@@ -246,11 +278,11 @@ class EngineAdapters:
         return True
 
     def _unused(self) -> Adapter | None:
-        """Return the adapter to remove from host memory, or None while requests use all adapters.
+        """Return an adapter that can leave host memory although requests name it, because all of these requests still
+        wait; None if there is none yet.
 
-        The choice is the adapter with the fewest requests that are not waiting.  A request waits if none of its
-        sequences can run.
-        """
+        One adapter is selected for this, the one with the fewest requests that have begun to run.  New requests with it
+        wait, so that it becomes free."""
         resting = {
             seq.request: adapter for seq, adapter in self.waits.items() if _rests(seq.request)
         }
@@ -279,7 +311,8 @@ class EngineAdapters:
         self._note_ended(answers)
 
     def _note_ended(self, answers: Sequence[Iterable[Any]]) -> None:
-        """Note the loads that have ended: (number, error or None) of each rank."""
+        """Process the ended loads that the worker processes report: ``answers`` has (number of the adapter, error or
+        None) for each of them."""
         for ended in answers:
             for number, error in ended:
                 adapter = self.loading[number]
@@ -295,7 +328,7 @@ class EngineAdapters:
                 self.forget(adapter)  # the adapter was unloaded while it was loading
 
     def _leave_host(self, adapter: Adapter) -> None:
-        """Free the host memory of an adapter with the next delta."""
+        """Remove an adapter from host memory.  The next delta frees the memory in the worker processes."""
         if adapter.state in (READY, FAILED) and adapter.number not in self.freed:
             self.freed.append(adapter.number)
         self.host.drop(adapter)
@@ -305,8 +338,8 @@ class EngineAdapters:
     # ---- places on the device ----------------------------------------------------------------------------------------
 
     def place(self, seq: Seq) -> bool:
-        """Give the adapter of a sequence a place on the device, and return True.  Return False if running rows use all
-        places."""
+        """Ensure that the adapter of a sequence is in a place on the device, and return True.  Return False if running
+        rows use all places."""
         adapter = seq.request.adapter
         if adapter is None:
             return True
@@ -326,7 +359,8 @@ class EngineAdapters:
         return True
 
     def _make_place(self) -> int | None:
-        """Return an empty place on the device, which an adapter without running rows leaves if necessary."""
+        """Return an empty place on the device; None if running rows use all places.  If none is empty, an adapter
+        without running rows is removed from its place."""
         if None in self.by_place:
             return self.by_place.index(None)
         s = self.slots
@@ -346,7 +380,8 @@ class EngineAdapters:
             adapter.place = -1
 
     def changes(self) -> list[tuple[int, int]]:
-        """Return the rows of ``Delta.adapter`` since the last delta, and clear them."""
+        """Return the rows (place on the device or FREE, number of the adapter) for ``Delta.adapter`` of the next step,
+        and clear them."""
         if not self.rows and not self.freed:
             return []
         rows = [*self.rows.items(), *((FREE, number) for number in self.freed)]
@@ -382,7 +417,6 @@ class EngineAdapters:
 def _rests(request: Request) -> bool:
     """Return whether no sequence of a request is in a slot, in the queue or in a step in flight.
 
-    Its sequences elsewhere call ``begin`` before they enter the queue.
-    """
+    Sequences of the request may still wait outside of the queue.  They call ``begin`` before they enter it."""
     pairs = [one for seq in request.sequences for one in seq.pair]
     return not any(one.slot >= 0 or one.queued or one.in_flight for one in pairs)

@@ -1,4 +1,4 @@
-"""Sequences as columns, in the form in which a policy reads them."""
+"""Waiting or running sequences as columns of numbers, one element per sequence, for the scheduling policy."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ COLUMNS = frozenset(f.name for f in fields(QueueView))
 
 
 class LazyView(QueueView):
-    """View of n sequences whose columns are computed by ``column(name)`` when they are first read.
+    """Columns (``QueueView``) of n sequences.  ``column(name)`` computes a column when it is first read.
 
-    A policy that sorts a thousand rows by arrival then does not wait for thirteen other columns.
-    """
+    So a policy that only reads the arrival times does not wait for thirteen other columns."""
 
     _n: int
     _column: Callable[[str], np.ndarray]
@@ -78,7 +77,7 @@ def row_of(seq: Seq) -> bytes:
         seq.finish_reason == "abort",
         *facts,
     )
-    # joining bytes to a table is far faster than joining tuples
+    # joining the bytes of rows to a table is far faster than joining tuples
     return np.array(row, ROW).tobytes()
 
 
@@ -92,7 +91,8 @@ def queue_view(rows: list[bytes], cached: Callable[[], np.ndarray] | None = None
 
 
 def session_column(seqs: Sequence[Seq], name: str) -> np.ndarray:
-    """Return a column of ``QueueView`` with a fact about the sessions of some sequences."""
+    """Return one element per sequence of the ``QueueView`` column ``name``, which describes the session of a request.
+    Sequences without a session have the value of ``ABSENT``."""
     absent = ABSENT[name]
     dtype = np.int32 if name == "budget" else np.dtype(type(absent))
     column = np.full(len(seqs), absent, dtype)

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 class SearchNode(NamedTuple):
-    """Generated token and a link to the token before it.  Beams with a common beginning share its nodes."""
+    """A generated token of a beam search, with a link to the token before it.  Beams with a common beginning share
+    these nodes."""
 
     before: SearchNode | None
     token: int
@@ -42,7 +43,7 @@ class SearchNode(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Finished continuation that the search may return as an output."""
+    """A finished continuation of a beam search, which may become an output of the request."""
 
     last: SearchNode | None
     score: float | None
@@ -58,21 +59,21 @@ class BeamFork(NamedTuple):
 
 @dataclass(frozen=True)
 class BeamStep:
-    """Decisions of a search after a step, to be applied in the order of the fields."""
+    """The decisions of a beam search after a step.  They are applied in the order of the fields."""
 
-    drop: tuple[int, ...]  # live beams that end in this step, so their blocks are released
+    drop: tuple[int, ...]  # numbers of the beams that end in this step and release their blocks
     fork: tuple[BeamFork, ...]
     # (beam, last token) of each beam that is live after this step
     append: tuple[tuple[int, SearchNode], ...]
-    outputs: int  # number of continuations that were kept
-    done: bool  # the search has ended, and the fields above are not applied
+    outputs: int  # count of finished continuations that the search kept in this step
+    done: bool  # True: the search has ended, and the other fields are not applied
 
 
 class Survivor(NamedTuple):
-    """A live beam of a request that loses its slots.
+    """A live beam of a preempted request, whose tokens are kept until the request runs again.
 
-    ``beam`` has computed the tokens that it takes over.  ``token`` is the next token, or None if there is none.
-    """
+    ``beam`` is the number of the beam that has computed these tokens.  ``token`` is one more token, chosen but not
+    computed yet, or None."""
 
     beam: int
     token: int | None
@@ -93,7 +94,7 @@ class Beams:
     length: int = 0
     kept: list[Kept] = field(default_factory=list)
     pending: BeamStep | None = None
-    given: int = 0  # number of outputs, once the search has ended
+    given: int = 0  # count of outputs in the answer, set at the end of the search
 
     def __post_init__(self) -> None:
         self.tail: list[SearchNode | None] = [None] * self.width  # by beam
@@ -111,18 +112,18 @@ class Beams:
     # ---- after a step ------------------------------------------------------------------------------------------------
 
     def take(self, beam: int, logprobs: LogProbs, j: int) -> bool:
-        """Store the candidates of a live beam from row ``j`` of a step's result.
+        """Store the candidates for the next token of beam ``beam``: the log-probabilities in row ``j`` of ``logprobs``.
 
-        Return True once all live beams have their candidates.
-        """
+        Return True once all live beams have their candidates."""
         n = self.request.topk
         self._candidates[beam] = logprobs.top_ids[j, :n], logprobs.top[j, :n].astype(np.float64)
         return len(self._candidates) == len(self.live)
 
     def advance(self, generated: Callable[[int], list[int]]) -> BeamStep:
-        """Call the search with the candidates and return its decisions, which stay ``pending`` unless the search is
-        done.  ``generated(beam)`` returns the beam's generated token ids.  ValueError if the search returns invalid
-        moves."""
+        """Call the search plug-in with the candidates of all live beams, and return its decisions.  Unless the search
+        is done, they are also stored as ``pending`` until the planner applies them.
+
+        ``generated(beam)`` returns the beam's generated token ids.  ValueError if the search returns invalid moves."""
         grown = [self._grown(beam) for beam in self.live]
         finishes: dict[tuple[int, int], Finish | None] = {}
 
@@ -158,11 +159,11 @@ class Beams:
     def _placed(
         self, go_on: Sequence[Pick], nodes: Sequence[SearchNode], outputs: int, done: bool
     ) -> BeamStep:
-        """Return the step that assigns a beam to each continuation.
+        """Return the decisions of a step, with a beam number for each continuation in ``go_on``.
 
-        The first continuation of a beam stays in it; each further one forks into a beam that is not continued.
-        ``nodes`` are the last tokens of the continuations, and ``outputs`` is the number of continuations that were
-        kept as outputs."""
+        The first continuation of a beam keeps the beam's number.  Each further one gets the number of a beam that has
+        no continuation (a fork).  ``nodes`` are the last tokens of the continuations, and ``outputs`` counts the
+        finished ones that the search kept."""
         stays: dict[int, int] = {}  # beam -> continuation
         rest: list[tuple[int, int]] = []  # (continuation, beam that it continues)
         for i, p in enumerate(go_on):
@@ -191,8 +192,8 @@ class Beams:
     def _finish(
         self, beam: int, token: int, generated: Callable[[int], list[int]]
     ) -> Finish | None:
-        """Return how the beam ends if ``token`` is appended; None if it continues.  ``generated(beam)`` returns the
-        beam's generated token ids."""
+        """Return the end (reason and stop string) of a beam if ``token`` is appended to it; None if the beam continues
+        then.  ``generated(beam)`` returns the beam's generated token ids."""
         if self.request.completes is not None:
             stopped = self.request.completes([*generated(beam), token])
             if stopped is not None:
@@ -215,9 +216,8 @@ class Beams:
     def outputs(self, cut: Finish | None) -> list[Kept]:
         """Return the outputs of the search, best first.
 
-        ``cut`` is the reason if the search ends early, else None.  Live branches then complete the outputs to n.
-        ValueError if a finished search has no output.
-        """
+        If the search ends early, ``cut`` is the reason of the end, and unfinished live beams fill up the outputs to the
+        number ``n`` of the request.  ValueError if a finished search has no output."""
         n = self.request.params.n
         last = len(self.kept) - 1
         order = dict.fromkeys(
@@ -238,7 +238,7 @@ class Beams:
     # ---- changes by the planner --------------------------------------------------------------------------------------
 
     def applied(self) -> None:
-        """Update the live beams after the planner has applied the pending decision, so that a step may have them."""
+        """Update the list of live beams and their length after the planner has applied the pending decisions."""
         assert self.pending is not None
         for beam, node in self.pending.append:
             self.tail[beam] = node
@@ -247,10 +247,10 @@ class Beams:
         self.pending = None
 
     def leave(self) -> list[Survivor]:
-        """Remove all beams from their slots, and return the live beams in order.
+        """Return the tokens of the live beams, in order, because the request is preempted and all its beams lose their
+        slots.
 
-        The first beams take over the tokens of the live ones.
-        """
+        Afterwards beam 0 has the tokens of the first live beam, beam 1 those of the second, and so on."""
         found = [Survivor(beam, None) for beam in self.live]
         tails = [self.tail[beam] for beam in self.live]
         if self.pending is not None:
@@ -267,13 +267,15 @@ class Beams:
         return found
 
     def common(self) -> int:
-        """Count the leading tokens that all live beams share.  No beam may have a slot."""
+        """Return the count of leading tokens that all live beams have in common.  No beam may have a slot."""
         rows = np.stack([self.seqs[beam].tokens for beam in self.live])
-        return int(np.argmin((rows == rows[0]).all(axis=0)))  # no two rows are equal
+        # index of the first difference; no two beams have equal tokens
+        return int(np.argmin((rows == rows[0]).all(axis=0)))
 
     @property
     def resting(self) -> bool:
-        """Return True if no step in flight contains a beam that has left its slot."""
+        """Return True if no beam of the request is in a step in flight that was submitted before the beam left its
+        slot."""
         return not any(seq.in_flight for seq in self.seqs)
 
 

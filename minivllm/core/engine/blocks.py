@@ -42,12 +42,15 @@ if TYPE_CHECKING:
     from .evicted import InfoRow
     from .request import Seq
 
-# When more salts than this are stored, the salts without a cached block are removed.
+# Each salt has a root number. When more salts than this are stored, those without a cached block
+# are removed.
 MAX_ROOTS = 65536
-# children of one parent with the same first token that ``partial`` compares at most, youngest first
+# largest number of cached blocks with the same parent and first token that ``partial`` compares,
+# youngest first
 SIBLINGS = 32
 NO_BLOCKS = np.empty(0, np.int32)
-# (tenant, cache_salt, ...) and anything else that changes KV values: only prefixes with an equal salt are shared
+# The salt of a request: (tenant, cache_salt, ...) and anything else that changes its KV values.
+# Only requests with an equal salt share cached blocks.
 Salt = tuple[str, ...]
 
 
@@ -59,7 +62,8 @@ def chain_key(parent: int, tokens: bytes) -> int:
 
 
 def owner_of(salt: Salt) -> int:
-    """Return the number of the owner of sequences with this salt, a signed 64-bit number; 0 for no salt."""
+    """Return a signed 64-bit number that identifies the owner of sequences with this salt, a hash of the salt; 0 if all
+    parts of the salt are empty."""
     if not any(salt):
         return 0
     key = chain_key(0, repr(salt).encode())
@@ -67,8 +71,8 @@ def owner_of(salt: Salt) -> int:
 
 
 def _within(lookups: Mapping[int, int], first: int, end: int) -> int:
-    """Count the blocks at the depths ``first`` to ``end`` - 1 of lookups.  ``lookups`` maps a number of blocks from the
-    first one on to the number of lookups."""
+    """Count the blocks that lookups reached at the depths ``first`` to ``end`` - 1 of a prompt.  ``lookups`` maps a
+    length of a lookup in blocks to the count of lookups with this length."""
     blocks = 0
     for depth, n in lookups.items():
         blocks += n * max(0, min(depth, end) - first)
@@ -102,49 +106,54 @@ class BlockPool:
         self.events = events
         self.kv_group = kv_group
         self.ref = np.zeros(total, np.int32)
-        self.key = np.zeros(total, np.uint64)  # 0 = not published
-        # parent block; a negative number below -1 is the root of a salt, or identifies a block of the leading group
+        self.key = np.zeros(total, np.uint64)  # hash of each cached block; 0 means not published
+        # number of each cached block's parent: the block before it, or below -1 either the root
+        # number of a salt or the number that ``follower_of`` returns
         self.parent = np.full(total, -1, np.int64)
-        self.stamp = np.zeros(total, np.int64)  # number of the publication, never used twice
+        # serial number of each block's publication, never used twice
+        self.stamp = np.zeros(total, np.int64)
         self.stamps = 0
-        self.children: dict[int, int] = {}  # parent -> number of its cached children
-        # (parent, first token) -> the child published last
+        self.children: dict[int, int] = {}  # parent -> count of its cached children
+        # (parent, first token id) -> the child block that was published last
         self.youngest: dict[tuple[int, int], int] = {}
-        # linked list of siblings, 0 = end; Python lists, because single elements are read
+        # Linked list of the cached blocks with one parent and first token; 0 is its end. They are
+        # Python lists, because single elements are read.
         self.older = [0] * total
         self.younger = [0] * total
-        # token ids of published blocks; a partial block is filled up with -1
+        # token ids of published blocks; unused positions of a partly filled block hold -1
         self.tokens = np.zeros((total, block), np.int32)
         # first token id of each block, in an array because numpy reads single elements slowly
         self.first = array("i", bytes(4 * total))
         self.index: dict[int, int] = {}
         # key -> waiting sequences whose ``hint`` becomes invalid when the key enters or leaves the index
         self.watch: dict[int, list[Seq]] = {}
-        self._free = np.arange(total - 1, 0, -1, dtype=np.int32)  # a stack; [0, free) are free
+        # a stack of block numbers; its first ``free`` elements are the free blocks
+        self._free = np.arange(total - 1, 0, -1, dtype=np.int32)
         self.free = total - 1
         self.held = self.idle = 0
-        self.roots: dict[Salt, tuple[int, int]] = {}  # includes each root that has a cached child
+        # salt -> (root number, key); has at least the salts with a cached block
+        self.roots: dict[Salt, tuple[int, int]] = {}
         self.most_roots = MAX_ROOTS
         self.next_root = -1
-        # blocks published but not yet reported: the key of each, and its properties
+        # (key, properties) of the blocks that were published, and not yet reported to the evictor
         self.new: list[tuple[int, InfoRow]] = []
         self.lost = EvictedKeys(total)
         self.reads_turns = reads_turns(evictor)
         self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
-        # callbacks for each block that is evicted, and for each block that leaves the index
+        # callback(block) before a block is evicted, and when a block leaves the prefix index
         self.evicted: Callable[[int], None] | None = None
         self.forgotten: Callable[[int], None] | None = None
-        # number of lookups by blocks looked for, and by blocks found
+        # counts of lookups, by the number of blocks that they looked for, and that they found
         self.queried, self.found = Counter[int](), Counter[int]()
 
     @property
     def available(self) -> int:
-        """Count the blocks that ``take`` can return, which are the free and the idle blocks."""
+        """Return the count of blocks that ``take`` can return: the free ones and the idle ones, which it may evict."""
         return self.free + self.idle
 
     def root(self, salt: Salt) -> tuple[int, int]:
-        """Return (parent number, parent key) for the first block of a sequence with this salt.  The number is below -1
-        and differs between salts, so sequences with different salts never share a block."""
+        """Return (root number, root key) of a salt, which stand for the parent of the first block of a sequence.  The
+        number is below -1 and differs between salts, so sequences with different salts never share a block."""
         found = self.roots.get(salt)
         if found is None:
             if len(self.roots) >= self.most_roots:
@@ -155,11 +164,10 @@ class BlockPool:
         return found
 
     def _tell(self, what: str, *args: Any) -> Any:
-        """Call the method ``what`` of the evictor and return its result.
+        """Call the evictor's method with the name ``what`` and return its result.
 
-        Victims are returned as keys u64 [n].  EngineDeadError if the evictor raises, because the pool and the evictor
-        may then disagree about the cached blocks.
-        """
+        The result of ``victims`` is converted to keys u64 [n].  EngineDeadError if the method raises, because the pool
+        and the evictor may then disagree about the cached blocks."""
         try:
             found = self.seams.run("evictor", getattr(self.evictor, what), *args)
             if what == "victims":
@@ -178,14 +186,16 @@ class BlockPool:
         self.events.blocks_dropped(self.kv_group, keys)
 
     def report(self, event: str, keys: np.ndarray, turn: SessionTurn) -> None:
-        """Report to the evictor that a request of a session ``began`` or ``ended``, with its cached blocks."""
+        """Call the evictor's method ``event``, which is "began" or "ended", for a request of a session.  ``keys`` u64
+        are the keys of the request's cached blocks."""
         self._tell(event, keys, turn)
 
     # ---- a sequence's blocks -----------------------------------------------------------------------------------------
 
     def take(self, n: int) -> np.ndarray:
-        """Return n blocks i32 with one reference each; idle blocks are evicted if the free ones do not suffice.
-        ValueError if ``available`` is below n, which the caller checks first."""
+        """Return the numbers i32 [n] of n blocks that the caller now holds, each with one reference.  Idle blocks are
+        evicted if the free ones do not suffice.  ValueError if ``available`` is below n, which the caller checks first.
+        """
         if n > self.free:
             if n > self.available:
                 raise ValueError(f"{n} blocks are needed, and {self.available} are available")
@@ -197,7 +207,8 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: np.ndarray) -> None:
-        """Add one reference to each of these cached or held blocks i32.  Parents come before their children."""
+        """Add one reference to each of these blocks i32, which are held by other rows or idle in the cache.  Parents
+        come before their children."""
         woken = blocks[self.ref[blocks] == 0]
         self.ref[blocks] += 1
         if len(woken):
@@ -206,8 +217,8 @@ class BlockPool:
             self._tell("hold", self.key[woken])
 
     def touch(self, block: int) -> None:
-        """Report one short use of a cached block to the evictor, as a hold followed by a free.  The block is about to
-        be copied.  A block in use needs no report."""
+        """Report to the evictor that a cached block is used for a moment, because its content is about to be copied.
+        If a row holds the block, the evictor already counts it as in use, and nothing is reported."""
         key = self.key[block : block + 1].copy()
         if not self.ref[block]:
             self._tell("hold", key)
@@ -221,7 +232,7 @@ class BlockPool:
             blocks = blocks[blocks != NULL_BLOCK]
         left = self.ref[blocks] - 1
         gone = blocks
-        if np.count_nonzero(left):  # blocks that other rows still hold; usually none
+        if np.count_nonzero(left):  # some blocks still have references of other rows, which is rare
             if left.min() < 0:
                 raise EngineDeadError(
                     f"blocks {blocks[left < 0].tolist()} were released more often than taken"
@@ -241,8 +252,8 @@ class BlockPool:
     # ---- the prefix index --------------------------------------------------------------------------------------------
 
     def keys_of(self, tokens: np.ndarray, salt: Salt, keys: list[int]) -> list[int]:
-        """Extend ``keys``, which holds the keys of the first blocks of ``tokens``, to all full blocks, and return it.
-        The caller keeps the list, so that each block of a sequence is hashed once."""
+        """Append the keys of all full blocks of ``tokens`` that are missing in ``keys``, and return ``keys``.  ``keys``
+        begins with the keys of the first blocks.  The caller keeps the list, so that each block is hashed once."""
         full = len(tokens) // self.block
         if len(keys) < full:
             parent = keys[-1] if keys else self.root(salt)[1]
@@ -255,12 +266,11 @@ class BlockPool:
         return keys
 
     def chain(self, tokens: np.ndarray, salt: Salt, keys: list[int], most: int) -> Iterator[int]:
-        """Yield the cached blocks of a prefix of ``tokens``, at most ``most``, until the first block that is not
-        cached.
+        """Yield the cached blocks that hold the first tokens of ``tokens``, at most ``most``, up to the first block
+        that is not cached.
 
-        Only keys are compared.  ``keys`` has the known keys of the sequence, and each newly computed key is appended to
-        it.
-        """
+        Only the keys (hashes) are compared.  ``keys`` has the keys of the first blocks as far as they are known, and
+        newly computed keys are appended to it."""
         raw = np.ascontiguousarray(tokens, np.int32)
         size = self.block
         for i in range(most):
@@ -274,9 +284,9 @@ class BlockPool:
             yield block
 
     def lookup(self, tokens: np.ndarray, salt: Salt, keys: list[int], most: int) -> np.ndarray:
-        """Return the longest run of cached blocks i32, at most ``most``, that holds exactly the first tokens of
-        ``tokens``.  Token ids and parents are compared, so a collision of keys shortens the run.  No reference is
-        taken.  ``keys`` is extended by the keys that the lookup hashes."""
+        """Return the cached blocks i32 that hold exactly the first tokens of ``tokens``, at most ``most`` blocks.
+        Token ids and parents are compared too, so a collision of keys shortens the result.  No reference is taken.
+        Keys that the lookup computes are appended to ``keys``."""
         found = list(self.chain(tokens, salt, keys, most))
         if not found:
             return NO_BLOCKS
@@ -309,9 +319,11 @@ class BlockPool:
         return rows[best], int(shared[best])
 
     def follow(self, key: int, leader: int, tokens: np.ndarray) -> int:
-        """Return the block of a following KV group with this key, this leader code and these token ids, or -1.
-        ``leader`` is the result of ``follower_of`` of the leading group's block with the same content; the pool stores
-        it as the block's parent."""
+        """Return the cached block of a sliding-window KV group with this key and these token ids, or -1 if there is
+        none.
+
+        ``leader`` is the number that ``follower_of`` returns for the block of the leading group (group 0) with the same
+        content.  It must be the parent of the returned block."""
         block = self.index.get(key, -1)
         if block < 0 or self.parent[block] != leader:
             return -1
@@ -330,10 +342,9 @@ class BlockPool:
             self._tell("hit", self.key[blocks])
 
     def count(self, queried: int, found: int) -> None:
-        """Count a prefix lookup: the number of blocks that it looked for, and the number of blocks that it found.
+        """Count a prefix lookup that looked for ``queried`` blocks and found ``found``.
 
-        A hit is always a prefix, so these two counts give the hits at each depth.
-        """
+        A hit always begins with the first block, so these two counts give the hits at each depth."""
         self.queried[queried] += 1
         self.found[found] += 1
 
@@ -375,7 +386,8 @@ class BlockPool:
             if self.parent[duplicate] == parent and np.array_equal(self.tokens[duplicate], tokens):
                 return duplicate
             if self.ref[duplicate] or duplicate in self.children:
-                return block  # a collision of keys: this block stays private
+                # another block in use has the same key by chance, so this block is not shared
+                return block
             # The older block has no reference and no child, so the new block replaces it.
             self._drop(np.array([key], np.uint64))
             self._forget(key, duplicate)
@@ -450,7 +462,7 @@ class BlockPool:
         return True
 
     def _link(self, block: int, parent: int, first: int) -> None:
-        """Enter a published block with the first token ``first`` into the columns of its parent's children."""
+        """Add a published block to the list of its parent's children whose first token id is ``first``."""
         self.first[block] = first
         self.children[parent] = self.children.get(parent, 0) + 1
         sibling = self.youngest.get((parent, first), 0)
@@ -461,8 +473,8 @@ class BlockPool:
         self.youngest[parent, first] = block
 
     def announce(self) -> None:
-        """Report the newly published blocks to the evictor and the event listeners.  It must run before any other call
-        of the evictor about these blocks."""
+        """Report the newly published blocks to the evictor and the event listeners.  The evictor must receive this
+        report before any other call about these blocks."""
         if not self.new:
             return
         keys = np.array([key for key, _ in self.new], np.uint64)
@@ -507,14 +519,12 @@ class BlockPool:
             seq.hint = None
 
     def private_from(self, blocks: np.ndarray) -> int:
-        """Return the index from which on the blocks i32 of a row are used by no other row.
-
-        No other row holds the blocks from there on, and their cached children are among them.
-        """
+        """Return an index in the block table ``blocks`` i32 of a row.  The blocks from this index on are held by this
+        row only, and all their cached children are among them."""
         numbers = blocks.tolist()
         refs = self.ref[blocks].tolist()
         parents = self.parent[blocks].tolist()
-        following = -2  # parent of the next block in the loop; -2 is the number of no block
+        following = -2  # parent of the block that the loop has just visited; -2 is no block number
         for i in range(len(numbers) - 1, -1, -1):
             own = int(following == numbers[i])
             if refs[i] != 1 or self.children.get(numbers[i], 0) > own:
@@ -523,10 +533,9 @@ class BlockPool:
         return 0
 
     def unpublish(self, blocks: np.ndarray) -> None:
-        """Remove blocks i32 of one row from the prefix index, without releasing them.
+        """Remove blocks i32 of one row from the prefix index.  The row keeps them.
 
-        They are blocks in order from ``private_from`` on.
-        """
+        They are the end of a row's block table, in order, from the index that ``private_from`` returned."""
         cached = blocks[self.key[blocks] != 0]
         if not len(cached):
             return
@@ -537,7 +546,7 @@ class BlockPool:
             self._unlink(key, block)
 
     def _forget(self, key: int, block: int) -> None:
-        """Remove an idle block from the prefix index.  The block is free then."""
+        """Remove an idle block from the prefix index and make it a free block."""
         self._unlink(key, block)
         self.idle -= 1
         self._free[self.free] = block

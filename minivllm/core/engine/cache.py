@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from .tiers import Tiers
 
 
-Count = TypeVar("Count", int, np.ndarray)  # a number of tokens or blocks, or a column of numbers
-MAX_WATCHED = 8192  # keys that ``hints`` may watch in the pool, in addition to four per sequence
+Count = TypeVar("Count", int, np.ndarray)  # one number of tokens or blocks, or an array of them
+# largest number of keys that ``hints`` watches in the pool, in addition to four per sequence
+MAX_WATCHED = 8192
 
 
 class KVCache:
-    """Block pools of all KV groups, and the block tables of the running rows.  It writes ``slots.table`` and
-    ``slots.blocks``, and records each change for the device."""
+    """The block pools of all KV groups, and the block tables of the running rows.  It writes ``slots.table`` and
+    ``slots.blocks``, and records each change to send it to the device with the next step."""
 
     def __init__(
         self,
@@ -53,41 +54,50 @@ class KVCache:
         self.pools = pools
         self.slots = slots
         self.block = slots.block
-        # None for a model without recurrent states. Without space for a checkpoint no prefix hit is usable.
+        # Copies of recurrent states; None for a model without recurrent states. If there is no
+        # memory for copies, no prefix hit can be used.
         self.checkpoints = checkpoints
         self.prefix = prefix = prefix and (checkpoints is None or checkpoints.count > 0)
-        # a hit may end inside a block, which is copied
+        # whether a prefix hit may end inside a block, which is copied then
         self.partial = prefix and partial and checkpoints is None
         if checkpoints is not None:
             pools[0].forgotten = checkpoints.drop
-        self.copied = 0  # tokens not computed thanks to copied blocks
+        self.copied = 0  # count of tokens that were not computed thanks to copied blocks
         self.tails = TailUse()
-        # Group 0 keeps all blocks, because prefix hits are chains in this group.
+        # With prefix caching, group 0 keeps all blocks even if it has a sliding window, because
+        # prefix hits are chains in this group.
         self.windows = [None, *windows[1:]] if prefix else windows
         # whether the layers of each group have a sliding window
         self.limited = [window is not None for window in windows]
         self.slides = any(self.windows)
-        self.table: list[np.ndarray] = []  # changes since ``changes``, as in plan.Delta
+        # changed table entries since the last call of ``changes`` (``Delta.table``)
+        self.table: list[np.ndarray] = []
         self.trims: list[tuple[int, int, int, int]] = []
         self.copies: list[tuple[int, int, int]] = []
         self.states: list[tuple[int, int]] = []
         self.saves: list[tuple[int, int, int, int]] = []
-        self.compacts = False  # rows may be compressed
-        # each step is planned in full while fewer blocks per running row are available (``pressure``)
+        self.compacts = False  # whether rows may be compressed to fewer KV tokens
+        # Blocks per running row. While fewer are available, every step is planned in full, so that
+        # rows can be compressed in time (see ``pressure``).
         self.margin = 0
         self.compactions: list[Compaction] = []
-        self.read: list[Compaction] = []  # of ``Delta.kept`` of the last changes
-        self.watched = 0  # upper bound of the sequences in ``pools[0].watch``
-        self.duplicates = False  # a cached equal block replaced a row's block since ``changes``
-        self.tiers: Tiers | None = None  # the storage tiers below device memory, or None
-        # the last lookup of a model with states: sequence, blocks looked for, length of the chain
+        # compressions whose kept tokens the last delta asked the device to return
+        self.read: list[Compaction] = []
+        self.watched = 0  # at most so many sequences are in ``pools[0].watch``
+        # whether a cached block with equal content replaced a row's block since the last call of
+        # ``changes``
+        self.duplicates = False
+        # storage behind device memory, such as CPU memory and disk, or None
+        self.tiers: Tiers | None = None
+        # The last prefix lookup for a model with recurrent states: the sequence, the number of
+        # blocks looked for, and the number found.
         self.looked: tuple[Seq | None, int, int] = (None, 0, 0)
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
     @property
     def available(self) -> int:
-        """Return the number of blocks that the pool with the fewest can still supply."""
+        """Return the number of blocks that every pool can still supply, so that of the pool with the fewest."""
         return min(p.available for p in self.pools)
 
     def blocks_for(self, tokens: Count) -> Count:
@@ -96,14 +106,15 @@ class KVCache:
     def worst(self, group: int, prompt: int, end: int, n: int = 1) -> int:
         """Return the most blocks that a request of ``n`` branches can hold at a time in a group when it runs alone.
         ``prompt`` and ``end`` are its lengths in tokens at the start and at the end."""
-        shared = (prompt - 1) // self.block  # full blocks below prompt - 1, where branches fork
+        # full blocks before the last prompt token, where branches fork
+        shared = (prompt - 1) // self.block
         whole = shared + n * (self.blocks_for(end) - shared)
         return min(whole, shared * (n > 1) + n * self.at_once(group, end))
 
     def at_once(self, group: int, tokens: int) -> int:
-        """Return the blocks that a row of ``tokens`` tokens must hold at the same time in a group.  That is all of its
-        blocks, or in a sliding-window group the window plus two blocks.  Longer chunks are cut to the available
-        blocks."""
+        """Return the number of blocks that a row of ``tokens`` tokens must hold at the same time in a KV group.  That
+        is all of its blocks, or in a sliding-window group the blocks of the window plus two.  A prompt chunk that needs
+        more blocks than are available is shortened."""
         window = self.windows[group]
         return self.blocks_for(tokens if window is None else min(tokens, window + 2 * self.block))
 
@@ -111,9 +122,9 @@ class KVCache:
         return all(self.worst(g, prompt, end, n) <= p.total - 1 for g, p in enumerate(self.pools))
 
     def has_room(self, hit: list[np.ndarray], tokens: int, spare: int, beside: int = 0) -> bool:
-        """Return whether every pool can supply a new row of ``tokens`` tokens and keep ``spare`` blocks.  ``hit``
-        has the row's cached blocks for each group.  ``beside`` is the number of tokens of a second row that enters
-        with it, 0 for none."""
+        """Return whether every pool has blocks for a new row of ``tokens`` tokens and ``spare`` more.  ``hit`` has, for
+        each KV group, the cached blocks that the row shares.  ``beside`` is the number of tokens of a second row that
+        enters together with it, 0 for none."""
         for g, (pool, blocks) in enumerate(zip(self.pools, hit, strict=True)):
             own = blocks[blocks > 0] if g else blocks
             idle = pool.ref.take(own).tolist().count(0) if len(own) else 0
@@ -124,8 +135,9 @@ class KVCache:
         return True
 
     def room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
-        """Return (tokens, blocks): the tokens of a chunk that fit, and the new blocks that they need in a group.
-        The row's own blocks and the available blocks that are not ``promised`` to other rows count."""
+        """Return (tokens, blocks) for a chunk of at most ``chunk`` next tokens of a row: how many of the tokens fit,
+        and how many new blocks they need in the KV group that needs most.  The room is the row's own blocks and the
+        available blocks except for ``promised`` ones."""
         s = self.slots
         have = s.blocks[:, slot]
         stored = s.computed[slot] - s.dropped[:, slot]
@@ -155,7 +167,8 @@ class KVCache:
         leaders = [lead.follower_of(block) for block in chain.tolist()]
         following = []
         for pool in self.pools[1:]:
-            found = map(pool.follow, keys, leaders, rows)  # ends with the shortest, ``rows``
+            # as many results as ``rows``, the shortest of the three
+            found = map(pool.follow, keys, leaders, rows)
             following.append(np.array(list(found), np.int32))
         for n in range(len(chain), 0, -1):
             if self.checkpoints is not None and int(chain[n - 1]) not in self.checkpoints.of_block:
@@ -196,7 +209,7 @@ class KVCache:
         elif self.checkpoints is not None:
             blocks = [self._state_hint(seq, self.checkpoints) for seq in seqs]
         else:
-            # most watching sequences have left the queue
+            # many keys are watched for sequences that have left the queue
             if self.watched > MAX_WATCHED + 4 * len(seqs):
                 for key in list(self.pools[0].watch):
                     self.pools[0].void(key)
@@ -205,9 +218,11 @@ class KVCache:
         return np.array(blocks, np.int32) * self.block
 
     def _state_hint(self, seq: Seq, checkpoints: Checkpoints) -> int:
-        """Return the number of blocks of the longest hit that ends at a checkpoint.  The stored hint stays correct
-        until a block receives or loses a checkpoint: a chain that becomes shorter than the hit loses the checkpoint
-        at its end."""
+        """Return the number of blocks of the longest usable prefix hit of a sequence for a model with recurrent states,
+        which must end at a checkpoint (a copy of the states).
+
+        The result is stored in ``seq.hint`` until a block receives or loses a checkpoint.  If the chain of cached
+        blocks becomes shorter than the hit, the checkpoint at its end is lost too."""
         if seq.hint is None or seq.hinted != checkpoints.changes:
             n = self.cached_blocks(seq)
             index = self.pools[0].index
@@ -218,18 +233,19 @@ class KVCache:
         return seq.hint
 
     def _usable(self, seq: Seq) -> int:
-        """Return the blocks of a waiting sequence that may come from the prefix cache."""
+        """Return how many blocks of a waiting sequence may come from the prefix cache at most."""
         return (most_cached(seq, seq.known) - 1) // self.block
 
     def cached_blocks(self, seq: Seq) -> int:
-        """Return how many of a sequence's first blocks are cached, and hash the next one."""
+        """Return how many of a sequence's first blocks are cached.  The key of the block after them is computed too."""
         lead = self.pools[0]
         keys = seq.keys
         usable = self._usable(seq)
         # A cached block's parent is cached too, so the cached blocks are a prefix of the keys.
         hashed = min(len(keys), usable)
         n = bisect_left(keys, True, hi=hashed, key=lambda key: key not in lead.index)
-        while n == hashed < usable:  # a block is hashed only if all earlier blocks are cached
+        # a block's key is computed only if all earlier blocks are cached
+        while n == hashed < usable:
             hashed += 1
             tokens = seq.tokens[: hashed * self.block]
             lead.keys_of(tokens, seq.request.salt, keys)
@@ -279,8 +295,9 @@ class KVCache:
         return computed
 
     def _fill(self, tiers: Tiers, slot: int, n: int) -> int:
-        """Extend a row's prefix hit of ``n`` blocks by pages that were loaded from a tier, and return its new length in
-        blocks.  The next delta writes the pages; the row publishes these blocks with its first step."""
+        """Extend a row's prefix hit of ``n`` blocks by the KV pages that were loaded from a tier (CPU memory or disk),
+        and return the new length in blocks.  The next delta writes the pages into new blocks of the row.  These blocks
+        enter the prefix cache with the row's first step."""
         seq = self.slots.at(slot)
         m, tickets = tiers.take(seq, n)
         for g, pool in enumerate(self.pools):
@@ -318,7 +335,7 @@ class KVCache:
         looked, most, cached = self.looked
         if (
             looked is not seq or most != last
-        ):  # the hit was looked up for fewer tokens, or not at all
+        ):  # the last lookup was for another sequence or another length
             salt = seq.request.salt
             cached = len(self.pools[0].lookup(seq.tokens, salt, seq.keys, last))
         for which, blocks in enumerate(sorted({end, cached})):
@@ -330,10 +347,11 @@ class KVCache:
 
     def _copy_partial(self, slot: int, parent: int | None, known: int) -> int:
         """Copy the cached block whose first tokens continue the row after its prefix hit, and return the number of
-        shared tokens.  ``parent`` is the last hit block, None without a hit; ``known`` is the row's length in
-        tokens. 0 means that nothing was copied.  The device reads the source block when it applies the next step's
-        delta, before it writes any block.  So the source needs no reference.  If it is taken for another row, that
-        row writes it later."""
+        tokens that match; 0 means that nothing was copied.
+
+        ``parent`` is the last block of the hit, None without a hit; ``known`` is the row's length in tokens.  The
+        device reads the source block when it applies the next step's changes, before it writes any block.  So the
+        source needs no reference, and another row may take it in the meantime."""
         seq = self.slots.at(slot)
         n = int(self.slots.prefix_published[slot])
         start = n * self.block
@@ -398,14 +416,15 @@ class KVCache:
             blocks = pool.take(total)
             have = self.slots.blocks[g, rows]
             self.slots.blocks[g, rows] = have + need
-            if total > len(at):  # most steps add one block per row
+            if total > len(at):  # in most steps no row needs more than one block
                 start = (have - (need.cumsum() - need)).repeat(need)
                 rows = rows.repeat(need)
                 have = start + np.arange(total)
             self.append(g, rows, have, blocks)
 
     def grow_chunk(self, slot: int, chunk: int) -> int:
-        """Take blocks for as much of a chunk as fits, and return the tokens that fit."""
+        """Take blocks for the next ``chunk`` tokens of a row, or for as many as fit, and return the number of tokens
+        that have blocks."""
         chunk, _ = self.room(slot, chunk)
         row = np.array([slot], np.int32)
         self.grow(row, self.missing(row, self.slots.computed[row] + chunk))
@@ -433,9 +452,9 @@ class KVCache:
             self.table.append(change)
 
     def fork(self, parent: int, child: int, computed: int) -> None:
-        """Fill the child's block tables from the parent's.  The child shares the parent's full blocks and receives a
-        copy of the partly written block.  ``computed`` is the length in tokens that the child takes over.  The caller
-        has checked ``can_take`` for one block per group."""
+        """Fill the block tables of the row ``child`` from those of ``parent``.  The child shares the parent's full
+        blocks and receives a copy of the partly filled one.  ``computed`` is the number of tokens that the child takes
+        over.  The caller has checked ``can_take`` for one block per group."""
         s = self.slots
         full, part = divmod(computed, self.block)
         for g, pool in enumerate(self.pools):
@@ -450,7 +469,8 @@ class KVCache:
         s.computed[child] = computed
         if self.checkpoints is not None:
             self._fork_states(parent, child)
-        # The parent publishes a block that is full but not yet collected, so the child publishes only later blocks.
+        # The parent publishes its full blocks once their tokens are collected. The child publishes
+        # only the blocks behind them.
         published = int(s.prefix_published[parent])
         s.prefix_published[child] = min(published, full)
 
@@ -470,10 +490,11 @@ class KVCache:
         self.states.append((source, child))
 
     def to_compact(self, slot: int, keep: int, private: bool = False) -> list[Compaction]:
-        """Return the compressions of a row to ``keep`` tokens, one for each KV group that stores more tokens of it.
-        Groups with a sliding window are not compressed.  The cache does not change.  ``private`` marks the blocks
-        that no other row and no other cached block uses as removed from the prefix cache, so that the kept tokens
-        move to them."""
+        """Return the compressions of a row to ``keep`` tokens, one for each KV group in which it has more; groups with
+        a sliding window are not compressed.  The cache does not change yet.
+
+        With ``private``, blocks that only this row uses shall leave the prefix cache, so that the kept tokens can move
+        to them."""
         s = self.slots
         found = []
         for g, pool in enumerate(self.pools):
@@ -499,9 +520,11 @@ class KVCache:
         return int(np.count_nonzero(holders == 1)) - one.to_take
 
     def compact(self, compactions: list[Compaction]) -> None:
-        """Compress a row as ``to_compact`` returned.  The caller has checked that its blocks are available.  The
-        kept tokens move to blocks that no other row and no cached prefix uses: blocks of the row itself, then those
-        reserved for it, then new ones.  The blocks that are read stay taken until the device has the order."""
+        """Apply the compressions of a row that ``to_compact`` returned.  The caller has checked that the blocks are
+        available.
+
+        The kept tokens move to blocks that no other row and no cached prefix uses: first blocks of the row, then blocks
+        reserved for it, then new ones.  The blocks with the old content are released when the next delta is sent."""
         s = self.slots
         for one in compactions:
             g = one.group
@@ -520,7 +543,8 @@ class KVCache:
             one.computed = int(s.computed[slot])
             s.blocks[g, slot] = len(after)
             s.dropped[g, slot] += one.stored - one.kept
-            s.prefix_published[slot] = s.table.shape[2]  # no later block of the row is published
+            # behind all blocks: no later block of the row enters the prefix cache
+            s.prefix_published[slot] = s.table.shape[2]
             self.compactions.append(one)
             self.duplicates = True
 
@@ -537,7 +561,7 @@ class KVCache:
                 slot = int(slots[i])
                 start = int(s.trimmed[g, slot])
                 end = int(first[i])
-                if self.prefix:  # the blocks must be published before they are released
+                if self.prefix:  # only blocks that have entered the prefix cache may be released
                     end = min(end, int(s.prefix_published[slot]))
                 if end <= start:
                     continue
@@ -561,7 +585,8 @@ class KVCache:
             n = self.slots.blocks[g, slot]
             blocks = self.slots.table[g, slot, :n].copy()
             pool.release(blocks)
-            gone = blocks[pool.ref[blocks] == 0]  # a branch may still hold the other blocks
+            # another branch of the request may still hold some blocks
+            gone = blocks[pool.ref[blocks] == 0]
             if self.copies:
                 self.copies = [copy for copy in self.copies if copy[0] != g or copy[2] not in gone]
             if self.tiers is not None:
@@ -581,7 +606,8 @@ class KVCache:
     # ---- changes for the device --------------------------------------------------------------------------------------
 
     def changes(self) -> dict[str, Any]:
-        """Return the fields of plan.Delta that this class keeps, of the time since the last call; no empty ones."""
+        """Return the changes of the KV cache since the last call, as those fields of ``plan.Delta`` that are not
+        empty."""
         found = {}
         if self.table:
             table = np.concatenate(self.table)
@@ -659,7 +685,8 @@ class KVCache:
 
 
 def last_changes(table: np.ndarray) -> np.ndarray:
-    """Return the rows of ``plan.Delta.table`` i32 [n, 4] without changes of an entry that changes again later."""
+    """Return the rows (group, slot, index, block) of ``plan.Delta.table`` i32 [n, 4], without those that a later row
+    for the same table entry replaces."""
     group, slot, index = table[:, :3].astype(np.int64).T
     entry = group << 52 | slot << 26 | index
     _, last = np.unique(entry[::-1], return_index=True)

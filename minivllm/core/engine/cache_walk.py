@@ -41,7 +41,8 @@ def walk_row(lead: BlockPool, s: Slots, slot: int) -> None:
     published = s.table[0, slot, : s.prefix_published[slot]]
     for i, block in enumerate(published.tolist()):
         if not lead.published(block):
-            break  # its key collided, so this block and all later ones are unpublished
+            # not in the prefix cache because of a collision of keys, and so are all later blocks
+            break
         where = f"slot {slot}: block {i}"
         tokens = s.tokens[slot, i * s.block : (i + 1) * s.block]
         right = np.array_equal(lead.tokens[block], tokens)

@@ -1,4 +1,4 @@
-"""Captures that the executor makes while the engine has nothing to do (the verb "captures")."""
+"""CUDA graph captures that the executor makes while the engine has nothing to do."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Any
 from minivllm.errors import EngineDeadError
 
 VERB = "captures"
-# Seconds without work before the first capture.  A client that sends one request after another would wait for each.
+# Seconds without work before the first capture.  Without this wait, a client that sends one request
+# after another would wait for a capture each time.
 QUIET = 0.05
-COMPILING = 0.02  # seconds until the next call of an executor that still compiles
+COMPILING = 0.02  # seconds until the next call of an executor that is still compiling kernels
 
 
 class IdleCaptures:
-    """Calls the executor in idle turns until no capture is left."""
+    """Lets the executor capture one step after another while the engine is idle, until all are captured."""
 
     def __init__(self) -> None:
-        self.left = 0  # number of captures that are left
-        # seconds until the next idle turn, or None if no capture is left
+        self.left = 0  # number of steps that remain to be captured
+        # seconds to wait before the next capture, or None if none remains
         self.pause: float | None = None
         self._implemented = True
         self._tokens = 0
 
     def turn(self, call: Callable[[str], Any], tokens: int) -> None:
-        """Make one capture, which takes 20 to 80 ms on a GPU.
+        """Make one capture through the executor, which takes 20 to 80 ms on a GPU.
 
-        ``tokens`` is the number of tokens that the engine has generated.  If it has grown, the engine was busy until
-        now, and the next capture is made after ``QUIET`` seconds.  ``call`` calls the executor."""
+        ``tokens`` is the number of tokens that the engine has generated so far.  If it has grown since the last call,
+        the engine was busy until now, and the next capture waits for ``QUIET`` seconds.  ``call(verb)`` is a method of
+        the executor."""
         if not self._implemented:
             return
         if tokens != self._tokens:
@@ -40,7 +42,7 @@ class IdleCaptures:
             worked = bool(answer["worked"])
         except EngineDeadError:
             raise
-        except Exception:  # an executor without this verb captures at the start
+        except Exception:  # this executor has no captures, or makes them all at the start
             self._implemented = False
             self.pause = None
             return

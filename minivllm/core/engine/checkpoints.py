@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-# Tokens between a copy and the end of the prompt. A chat template ends a prompt with a few tokens that open the answer,
-# and the next turn may render the answer without them.
+# Tokens between a copy of the states and the end of the prompt. A chat template ends a prompt with
+# a few tokens that open the answer, and the next turn may render the answer without them.
 OPENING = 16
 
 
@@ -33,31 +33,36 @@ class Checkpoints:
     def __init__(self, first: int, count: int) -> None:
         self.count = count
         self.free = list(range(first + count - 1, first - 1, -1))
-        self.of_block: dict[int, int] = {}  # block -> index, the least recently used first
-        # slot -> (blocks before the copy, index), for copies that are not yet made or assigned to a block
+        # block -> index of the copy of the states at its end; the least recently used first
+        self.of_block: dict[int, int] = {}
+        # slot -> (number of blocks before the copy, index of the copy), for copies that are
+        # reserved and not yet assigned to a cached block
         self.pending: dict[int, list[tuple[int, int]]] = {}
         self.evictions = 0
-        self.changes = 0  # number of times that a block got or lost a copy
-        # callbacks (block, index) for a block that receives a copy, and (index) for a copy that is dropped
+        self.changes = 0  # count of the times that a block got or lost a copy of states
+        # callback(block, index) when a block receives a copy of states, and callback(index) when a
+        # copy is removed
         self.published: Callable[[int, int], None] | None = None
         self.dropped: Callable[[int], None] | None = None
 
     def usable(self, chain: np.ndarray) -> int:
-        """Return the number of blocks of a cached chain that a hit may have, which end at the last copy."""
+        """Return how many blocks of the cached chain ``chain`` i32 a prefix hit can use: those up to the last block
+        with a copy of the recurrent states at its end."""
         for n in range(len(chain), 0, -1):
             if int(chain[n - 1]) in self.of_block:
                 return n
         return 0
 
     def use(self, block: int) -> int:
-        """Return the index of the copy at the end of a block, and mark it as the most recently used one."""
+        """Return the index of the copy of the states at the end of a block, and mark the copy as the most recently used
+        one."""
         index = self.of_block.pop(block)
         self.of_block[block] = index
         return index
 
     def reserve(self, slot: int, blocks: int) -> int | None:
-        """Return a free index for a copy at the end of the first ``blocks`` blocks of a row, or None if rows hold all
-        copies."""
+        """Reserve a copy of the recurrent states that a row has after its first ``blocks`` blocks, and return its
+        index.  None if rows have reserved all copies."""
         if not self.free:
             if not self.of_block:
                 return None
@@ -68,11 +73,10 @@ class Checkpoints:
         return index
 
     def publish(self, slot: int, table: np.ndarray, blocks: int) -> None:
-        """Assign pending copies of a row to those of the first ``blocks`` blocks of its ``table`` at whose ends they
-        were made.
+        """Assign the reserved copies of a row to cached blocks.  The first ``blocks`` blocks of its block table
+        ``table`` are in the prefix cache now.
 
-        These blocks are in the prefix cache now.  A copy for a block that has one already is freed.
-        """
+        A copy belongs to the block at whose end it was made.  It is freed if this block has a copy already."""
         pending = self.pending.get(slot)
         if pending is None:
             return
@@ -93,7 +97,7 @@ class Checkpoints:
             del self.pending[slot]
 
     def drop(self, block: int) -> None:
-        """Free the copy at the end of a block, if there is one."""
+        """Free the copy of the states at the end of a block, if there is one."""
         index = self.of_block.pop(block, None)
         if index is not None:
             if self.dropped is not None:
@@ -102,7 +106,8 @@ class Checkpoints:
             self.changes += 1
 
     def release(self, slot: int) -> None:
-        """Free the copies of a row that leaves its slot which are not assigned to a block."""
+        """Free the copies that a row has reserved and that belong to no cached block, because the row leaves its
+        slot."""
         self.free += [index for _, index in self.pending.pop(slot, ())]
 
     def stats(self, state_bytes: int) -> dict[str, Any]:

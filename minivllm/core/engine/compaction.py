@@ -21,26 +21,29 @@ class Compaction:
     slot: int
     stored: int
     kept: int
-    blocks: np.ndarray  # i32 the row's block table before
-    used: int  # number of ``blocks`` that hold tokens; the others are reserved
-    # bool [blocks that the kept tokens need]: no other row and no cached prefix uses the block
+    blocks: np.ndarray  # i32 block table of the row before the compression
+    used: int  # how many of ``blocks`` hold tokens; the rest is reserved for later tokens
+    # For each block that the kept tokens need, bool: no other row and no cached prefix uses this
+    # block of the row.
     own: np.ndarray
-    # i32 blocks that the row releases when the delta with the compression is sent
+    # i32 blocks that the row releases when the compression is sent to the device
     retired: np.ndarray = field(default_factory=nothing())
-    computed: int = 0  # computed tokens of the row
-    # index of the first block that must leave the prefix cache; ``used`` means none
+    computed: int = 0  # number of tokens that the row has computed
+    # index in ``blocks`` from which on the blocks must leave the prefix cache; equal to ``used`` if
+    # none must
     unpublished: int = 0
     # the row's sequence, or None if its request does not read the kept tokens
     reader: Seq | None = None
 
     @property
     def lacking(self) -> int:
-        """Return the number of blocks for kept tokens besides the row's own."""
+        """Return the number of blocks that the kept tokens need in addition to the row's own blocks."""
         return int(np.count_nonzero(~self.own))
 
     @property
     def to_take(self) -> int:
-        """Return the number of new blocks."""
+        """Return the number of new blocks to take from the pool: the lacking ones that are not reserved for the row
+        yet."""
         return max(0, self.lacking - (len(self.blocks) - self.used))
 
     @property

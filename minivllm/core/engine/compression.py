@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .request import Request, Seq
     from .slots import Slots
 
-BUDGET = "kv_budget"  # parameter of a request
+BUDGET = "kv_budget"  # name of the request parameter
 
 
 class CompressingPlanner(Protocol):
@@ -49,11 +49,12 @@ class CompressingPlanner(Protocol):
 
 
 class Compression:
-    """The compressions of an engine.
+    """The compressions of KV caches in an engine.
 
-    ``budget`` is the budget of requests that set none, 0 for no compression.  ``every`` is the number of generated
-    tokens between two compressions, 0 for one at the end of the prompt.  ``observed`` is the number of last tokens
-    whose queries the compressor reads, and ``sums`` means that it reads attention sums over the prompt."""
+    ``budget`` is the number of kept tokens (or the share of the prompt, below 1) of requests without ``kv_budget``; 0
+    means no compression.  ``every`` is the number of generated tokens between two compressions, 0 for a single one at
+    the end of the prompt.  ``observed`` is the number of last tokens whose queries the compressor plug-in reads, and
+    ``sums`` means that it reads attention sums over the prompt."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class Compression:
     def of(
         cls, wiring: Wiring, capacity: Capacity, executor: Executor, cache: KVCache
     ) -> Compression | None:
-        """Return the compressions of a wiring, and set ``cache.compacts``; None without a compressor.  ConfigError if
-        the executor does not implement them."""
+        """Return the compressions that the configuration ``wiring`` selects, and set ``cache.compacts``; None without a
+        compressor.  ConfigError if the executor does not implement compressions."""
         part = wiring.compressor
         if part is None:
             return None
@@ -99,8 +100,8 @@ class Compression:
         return cls(options.kv_budget, every, observed, sums, cache.prefix, pressure)
 
     def bind(self, request: Request) -> None:
-        """Set the number of tokens that a request keeps.  RequestError if its budget is not a number of tokens or a
-        share of its prompt."""
+        """Set how many tokens a request keeps in the KV cache, and when it is first compressed.  RequestError if its
+        ``kv_budget`` is neither a whole number of tokens nor a share of its prompt."""
         requested = request.params.extra.get(BUDGET)
         budget = self.budget if requested is None else requested
         if self.pressure is not None and requested != 0 and request.pooling is None:
@@ -118,7 +119,7 @@ class Compression:
             request.pressure = keep
         request.first_compression = n
         if n <= keep and self.every:
-            # the first multiple at which more than ``keep`` tokens are stored
+            # the first multiple of ``every`` at which more than ``keep`` tokens are stored
             request.first_compression = n + self.every * -(-(keep + 1 - n) // self.every)
         request.observed = min(self.observed, n) if n > keep else 0
         if self.sums:
@@ -128,7 +129,7 @@ class Compression:
         """Leave a request uncompressed if it ends before its first compression removes a token."""
         n = len(request.prompt)
         keep = request.keep
-        last = request.end - 1  # the last token is drawn and not computed
+        last = request.end - 1  # the last token is drawn, but its KV is never computed
         if keep and (request.first_compression > last or (n <= keep and not self.every)):
             request.keep = 0
             if not request.pressure:
@@ -152,7 +153,8 @@ class Compression:
         return -(-before // block) * block + after
 
     def check(self, request: Request, guided: bool) -> None:
-        """Raise RequestError if the rows of a request cannot be compressed.  Memory pressure compresses no such row."""
+        """Raise RequestError if a request with a KV budget cannot be compressed, because it has beams or a guide.
+        Without a budget, such a request is only excluded from compression under memory pressure."""
         if request.beams is not None or guided:
             request.pressure = 0
             if not request.keep:
@@ -183,7 +185,9 @@ class Compression:
         for slot in due.tolist():
             seq = s.seq[slot]
             if seq is None or self._waits(planner, slot):
-                continue  # the row was preempted for another one, or waits for its steps in flight
+                # the row was preempted to free blocks for another row, or its steps in flight must
+                # be collected first
+                continue
             computed = int(s.computed[slot])
             keep = self._tokens_to_keep(seq, computed)
             compactions = self._with_room(planner, slot, keep)
@@ -201,8 +205,8 @@ class Compression:
             s.changes += 1
 
     def _waits(self, planner: CompressingPlanner, slot: int) -> bool:
-        """Return whether steps in flight of a row must be collected before the row is compressed, or whether the row
-        ends with them."""
+        """Return whether a row cannot be compressed yet, because its steps in flight must be collected first, or
+        because it ends with these steps."""
         s = planner.slots
         if s.step[slot] <= s.published:
             return False
@@ -224,11 +228,13 @@ class Compression:
         return self.pressure.tokens_to_keep(request, computed)
 
     def _next(self, seq: Seq, computed: int) -> int:
-        """Return the number of computed tokens at the first compression of a row behind ``computed`` tokens."""
+        """Return at which number of computed tokens a row is compressed next, when it has computed ``computed``
+        tokens."""
         return min(self._next_regular(seq.request, computed), next_recorded(seq, computed))
 
     def _next_regular(self, request: Request, computed: int) -> int:
-        """Return the first compression behind ``computed`` tokens that is due without memory pressure."""
+        """Return at which number of computed tokens, above ``computed``, the next compression is due that does not
+        depend on memory pressure; NEVER without one."""
         first = request.first_compression
         if not request.keep:
             return NEVER
@@ -268,10 +274,9 @@ class Compression:
         return {"sums": np.array(summed, np.int32)} if summed else {}
 
     def upto(self, s: Slots, rows: np.ndarray, upto: np.ndarray) -> np.ndarray:
-        """Return the numbers of tokens up to which running rows may compute, at most ``upto``.
+        """Return, for each running row, up to which number of tokens the next step may compute, at most ``upto``.
 
-        No step continues past a compression.  If attention is summed, no step continues past the end of the prompt.
-        """
+        No step continues past a compression.  If attention is summed, no step continues past the end of the prompt."""
         upto = np.minimum(upto, s.compress_at[rows])
         if not self.sums:
             return upto
@@ -281,10 +286,11 @@ class Compression:
     def _with_room(
         self, planner: CompressingPlanner, slot: int, keep: int
     ) -> list[Compaction] | None:
-        """Return the compactions of a row to ``keep`` tokens; None if the blocks that they take are not available.
+        """Return the compressions of a row to ``keep`` tokens in each KV group; None if the blocks that they take are
+        not available.
 
-        Under memory pressure the row's own blocks leave the prefix cache, so that the kept tokens move to them.  The
-        oldest row preempts others for blocks."""
+        Under memory pressure the row's own blocks may leave the prefix cache, so that the kept tokens can move to them.
+        If the row is the oldest, other rows are preempted for the blocks."""
         s = planner.slots
         cache = planner.cache
         found = cache.to_compact(slot, keep)

@@ -38,7 +38,6 @@ from minivllm.errors import (
 )
 
 from . import publication
-from .adapters import VERB as ADAPTERS
 from .adapters import EngineAdapters
 from .blocks import BlockPool
 from .cache import KVCache
@@ -78,21 +77,23 @@ if TYPE_CHECKING:
     from .parts import CacheOptions, EngineParts
     from .tier_names import NamedPrefixes
 
-FAILED_STEPS = 3  # failed steps in a row that end the engine
-CHECK = "MINIVLLM_CHECK"  # 1: ``check`` after every step
-IDLE = 0.05  # longest wait in seconds while no request can run
-MAX_TENANTS = 65536  # tenants that are stored with a number at the same time
+FAILED_STEPS = 3  # the engine ends after so many failed steps in a row
+CHECK = "MINIVLLM_CHECK"  # environment variable; 1 calls ``check`` after every step
+IDLE = 0.05  # seconds between two attempts to plan a step while no request can run, at most
+MAX_TENANTS = 65536  # largest number of tenants that keep their number
 log = logging.getLogger("minivllm")
-# The application configures log output. Errors reach their requests in any case.
+# No log handler by default, because the application configures logging. Errors are also returned to
+# their requests.
 log.addHandler(logging.NullHandler())
 
 
 class Engine:
-    """Engine that turns requests into tokens for their sinks.  One thread makes all calls (see ``async_llm``).
-    ``eos_ids`` are the model's end-of-sequence token ids that lie inside its vocabulary."""
+    """The engine, which generates the tokens of requests and sends them to the sinks (callbacks) of the requests.  All
+    its methods are called on one thread (see ``async_llm``).  ``eos_ids`` are the model's end-of-sequence token ids
+    that lie inside its vocabulary."""
 
-    dead: str | None = None  # why the engine has ended
-    # seconds of the parts of the start, by name, if the builder sets them
+    dead: str | None = None  # error message with which the engine has ended, or None
+    # name of a phase of the engine's start -> its seconds, if the builder of the engine sets it
     start_times: Mapping[str, float] = {}
 
     def __init__(
@@ -109,7 +110,7 @@ class Engine:
         self.events = parts.events
         self.now = parts.now
         self.energy = parts.energy
-        self.within = ""  # name of the method that is running (see ``external_calls.alone``)
+        self.within = ""  # name of the engine method that is running (see ``external_calls.alone``)
         self.clock = StepClock()
         self.processors = parts.processors
         self.strategies = parts.strategies
@@ -118,7 +119,7 @@ class Engine:
         groups = len(caching.windows)
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, groups, wiring.block)
         self.cache = self._cache(parts, caching)
-        self.adapters = self._adapters(parts)
+        self.adapters = EngineAdapters.of(wiring, executor, self.slots, parts)
         self.images = Images.of(wiring, capacity)
         self.predictions = Predictions.of(parts, wiring, self.clock.seams.run)
         self.speculation = Speculation.of(wiring, capacity)
@@ -189,22 +190,9 @@ class Engine:
             self._add_tiers(cache, parts)
         return cache
 
-    def _adapters(self, parts: EngineParts) -> EngineAdapters | None:
-        """Build the book of adapters; None if none are served.  ConfigError if the executor loads none."""
-        limits = self.wiring.adapters
-        if not limits.max_loras or parts.check_adapter is None:
-            return None
-        try:
-            self.executor.call(ADAPTERS, {"load": []})
-        except NotImplementedError as e:
-            who = type(self.executor).__name__
-            raise ConfigError(
-                f"the executor {who} loads no adapters; use local, process or multiprocess"
-            ) from e
-        return EngineAdapters(limits, self.slots, parts.check_adapter, parts.evictor, self.now)
-
     def _add_tiers(self, cache: KVCache, parts: EngineParts) -> None:
-        """Add the tiers of the wiring to the cache.  ConfigError if the executor keeps none."""
+        """Add the storage tiers of the configuration (such as CPU memory and disk) to the KV cache.  ConfigError if the
+        executor does not implement tiers."""
         names = [part.name.removeprefix("minivllm/") for part in self.wiring.cache.stores]
         try:
             opened = self.executor.call(VERB, {"open": True})
@@ -231,7 +219,8 @@ class Engine:
 
     @alone
     def add(self, request: Request) -> None:
-        """Check and queue a request.  RequestError changes nothing; EngineDeadError if the engine has ended."""
+        """Check a request and queue it.  RequestError refuses it without any change; EngineDeadError if the engine has
+        ended."""
         if self.dead:
             raise EngineDeadError(self.dead)
         if request.id in self.requests:
@@ -248,7 +237,8 @@ class Engine:
             raise
 
     def _adapter_of(self, request: Request) -> Adapter | None:
-        """Return the adapter that a new request names, None without one.  RequestError if it cannot be used."""
+        """Return the LoRA adapter that a new request names, None if it names none.  RequestError if the adapter cannot
+        be used."""
         if request.lora is None:
             return None
         if self.adapters is None:
@@ -257,7 +247,8 @@ class Engine:
         return self.adapters.find(request.lora)
 
     def _add(self, request: Request) -> None:
-        """Check a request whose adapter is loaded or needs none, and queue its sequences."""
+        """Check a request, create its sequences and queue them.  Its LoRA adapter, if it has one, has been looked up
+        before."""
         p = request.params
         check_images(request, self.images, self.wiring.images, self.capacity)
         started = prepare(self, request)
@@ -291,7 +282,8 @@ class Engine:
                 add_guide(self, seq, b.guide)
             request.sequences.append(seq)
         first, *rest = request.sequences
-        # Sequences with guides are queued one by one, because their branches cannot fork.
+        # Sequences with guides are queued one by one, because they do not fork from a common first
+        # sequence.
         apart = first.guide is not None
         first.branches = list(rest) if request.beams is None and not apart else []
         queued = request.sequences if apart else [first]
@@ -332,14 +324,14 @@ class Engine:
         stop_reason: int | str | None = None,
         error: str | None = None,
     ) -> None:
-        """End a sequence that waits, runs or was preempted.  Its request ends with its last sequence.  All beams of a
-        request end together, and so do a sequence and its guide."""
+        """End a sequence that waits, runs or was preempted.  When the last sequence of a request ends, the request
+        ends.  All beams of a request end together, and so do a sequence and its guide."""
         seq = seq.lead or seq
         if seq.request.beams is not None:
             finish_beams(self, seq.request, Finish(reason, stop_reason), error)
             return
         if reason in ("abort", "error"):
-            self.publisher.flush(seq)  # deliver the tokens generated so far
+            self.publisher.flush(seq)  # send the tokens generated so far to the client
             if seq.status == FINISHED:
                 return
         cacheable = seq.slot >= 0 and reason != "error"
@@ -348,7 +340,8 @@ class Engine:
                 publication.publish_tail(self.cache, one.slot, one)
             report_turn(self.cache, seq, "ended")
             self.planner.end(seq)
-        except EngineDeadError as e:  # the evictor failed: blocks are in doubt
+        # the evictor plug-in failed, so the state of the blocks is uncertain
+        except EngineDeadError as e:
             self._die(str(e))
             return
         self.close(seq, reason, stop_reason, error)
@@ -356,15 +349,15 @@ class Engine:
     def close(
         self, seq: Seq, reason: FinishReason, stop_reason: int | str | None, error: str | None
     ) -> None:
-        """Mark a sequence as finished after it has left its slot or the queue.  When it is the last of its request,
-        finish the request and call ``on_done``."""
+        """Mark a sequence as finished, after it has left its slot or the queue.  If all sequences of its request are
+        finished, the request is finished, and its ``on_done`` is called."""
         self.publisher.taps.end()
         seq.status = FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
         seq.error = error
         self.masks.forget(seq)
-        # Branches that have not forked yet end together with their prompt.
+        # Branches that have not forked from this sequence yet end together with it.
         for b in (*seq.branches, *seq.pair[1:]):
             b.status = FINISHED
             b.finish_reason = reason
@@ -388,8 +381,8 @@ class Engine:
                     log.exception("request %s: its on_done failed", request.id)
 
     def answer(self, request: Request) -> list[Seq]:
-        """Return the sequences of a finished request's answer, best first, in the order that its decoding strategy
-        chose."""
+        """Return the sequences that form the answer of a finished request, best first.  Its decoding strategy has
+        chosen and ordered them."""
         return request.answer
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -421,10 +414,11 @@ class Engine:
                 self._turn_loads()
             self.check() if self.checked else self.cache.audit()
         except BaseException as e:
-            # The executor or the cache failed, so the engine's state cannot be trusted any more.
+            # The executor or the cache failed, so the engine's state is uncertain, and the engine
+            # ends.
             self._die(str(e) if isinstance(e, MinivllmError) else describe_error(e))
             log.error("the engine ends", exc_info=e)
-            # not an Exception: for example a KeyboardInterrupt raised by a signal handler
+            # other than Exception, for example a KeyboardInterrupt that a signal handler raised
             if not isinstance(e, Exception):
                 raise
             plan = None
@@ -437,7 +431,8 @@ class Engine:
         return True
 
     def _turn_loads(self) -> None:
-        """Start loads of adapters and of KV pages, and put sequences whose loads have ended back into the queue."""
+        """Start the loads of LoRA adapters and of KV pages from tiers, and queue the sequences whose loads have
+        ended."""
         if self.adapters is not None and not self.dead:
             call = partial(self.ask, self.executor.call)
             ready, failed = self.adapters.turn(call, not self.in_flight)
@@ -463,9 +458,10 @@ class Engine:
         return flight.plan
 
     def _supply(self, plan: StepPlan) -> None:
-        """Send the executor the token masks of a step whose layers already run.  The masks depend on the tokens of
-        every earlier step.  Only the collection of those tokens precedes the masks, so the device waits as little as
-        possible.  The next step is planned and its layers are enqueued while this step samples."""
+        """Send the token masks of a step to the executor while the device already runs the layers of this step.
+
+        The masks depend on the tokens of all earlier steps, so these are collected first.  Nothing else is done before,
+        so that the device waits as little as possible."""
         self.collect(1)
         self.clock.lap(PUBLISH)
         if self.dead:
@@ -474,7 +470,8 @@ class Engine:
         self.clock.lap(SUBMIT)
 
     def collect(self, in_flight: int) -> None:
-        """Publish the steps that have finished, and wait until at most ``in_flight`` steps remain."""
+        """Wait until at most ``in_flight`` submitted steps have not finished, and process the results of all finished
+        ones."""
         found = self.ask(self.executor.collect, in_flight)
         self.clock.lap(WAIT)
         for result in self.ask(self._results, found):
@@ -512,8 +509,8 @@ class Engine:
             raise EngineDeadError(f"executor {who} failed: {message}") from e
 
     def watch(self) -> None:
-        """Check that the executor is alive while no request runs, and let it make a capture.  If the executor is
-        dead, the engine ends."""
+        """Check that the executor is alive, and let it capture a step, while no request runs.  The engine ends if the
+        executor is dead."""
         if self.dead:
             return
         try:
@@ -523,12 +520,13 @@ class Engine:
                 return
             self.ask(self.executor.collect, 0)
             self._die(f"executor {type(self.executor).__name__} is not alive")
-        except EngineDeadError as e:  # the message of the error is the reason
+        # the error message becomes the reason why the engine has ended
+        except EngineDeadError as e:
             self._die(str(e))
 
     def idle(self) -> float:
-        """Return the seconds to wait after a ``step`` that found no work: until the scheduler's hold ends, and at most
-        ``IDLE``."""
+        """Return how many seconds to wait after a ``step`` that found no work: until the time before which the
+        scheduling policy admits no request, and at most ``IDLE``."""
         hold = self.planner.wake_at - self.now() if self.planner.wake_at else IDLE
         tiers = self.cache.tiers
         adapters = self.adapters
@@ -537,8 +535,8 @@ class Engine:
         return min(max(hold, 0.0), longest)
 
     def plan(self) -> Flight | None:
-        """Plan the next step.  Return None if no request can run or planning failed.  A scheduler that raises costs
-        one turn of the loop.  Three failures in a row end the engine."""
+        """Plan the next step.  Return None if no request can run or planning failed.  If the scheduling policy raises,
+        this turn of the loop plans no step.  After three failures in a row the engine ends."""
         try:
             plan = self.planner.next(self.now())
             return None if plan is None else Flight.of(plan, self.slots, self.cache.read)
@@ -562,13 +560,14 @@ class Engine:
             self._die(f"{FAILED_STEPS} steps failed in a row; the last: {message}")
 
     def _die(self, message: str) -> None:
-        """End the engine: fail every request with ``message``, and refuse new requests.  Slots and blocks stay as
-        they are, because no later step uses them."""
+        """End the engine with the error ``message``: all requests fail with it, and new ones are refused.  Slots and
+        blocks stay as they are, because no later step uses them."""
         self.dead = message
         for request in list(self.requests.values()):
             try:
                 self._tell_dead(request, message)
-            except Exception:  # an inconsistent request must not prevent the end of the others
+            # one request in an inconsistent state must not prevent the end of the other requests
+            except Exception:
                 log.exception("request %s could not be told", request.id)
 
     def _tell_dead(self, request: Request, message: str) -> None:
@@ -590,31 +589,37 @@ class Engine:
 
     @alone
     def reset_prefix_cache(self) -> None:
-        """Remove the cached prefixes that no running sequence uses.  A failing evictor ends the engine and raises."""
+        """Remove the cached prefixes that no running sequence uses.  If the evictor plug-in fails, the engine ends and
+        EngineDeadError is raised."""
         self.drop_prefixes()
 
     def drop_prefixes(self, keep_tiers: bool = False) -> None:
-        """Reset the prefix cache for another method of the engine.  ``keep_tiers`` keeps the pages of tiers."""
+        """Do the work of ``reset_prefix_cache`` for other methods of the engine.  ``keep_tiers`` keeps the pages in the
+        storage tiers."""
         try:
             if keep_tiers:
                 self._turn_loads()
             for pool in self.cache.pools[::-1]:
                 pool.reset()
             if keep_tiers:
-                self._turn_loads()  # the workers must read all ordered blocks before the caller changes them
+                # the worker processes must read all blocks that are to be stored before the caller
+                # changes the blocks
+                self._turn_loads()
             elif self.cache.tiers is not None:
                 self.cache.tiers.reset()
-        except EngineDeadError as e:  # the evictor failed: blocks are in doubt
+        # the evictor plug-in failed, so the state of the blocks is uncertain
+        except EngineDeadError as e:
             self._die(str(e))
             raise
 
     @alone
     def settle(self) -> None:
-        """Collect the steps in flight.  A fault of the executor or the cache ends the engine."""
+        """Wait for all steps in flight and process their results.  If the executor or the cache fails, the
+        engine ends."""
         self.collect_all()
 
     def collect_all(self) -> None:
-        """Do the same as ``settle``, within another method."""
+        """Do the work of ``settle`` for other methods of the engine."""
         try:
             self.collect(0)
         except Exception as e:
@@ -622,7 +627,8 @@ class Engine:
             raise
 
     def named_prefixes(self) -> NamedPrefixes:
-        """Return the prefixes with names.  RequestError if no tier keeps names, or while steps are in flight."""
+        """Return the object that stores KV prefixes under names.  RequestError if no storage tier keeps names, or while
+        steps are in flight."""
         tiers = self.cache.tiers
         if tiers is None:
             raise RequestError("prefixes with names need a tier that keeps them: set kvstore=disk")
@@ -633,19 +639,20 @@ class Engine:
 
     @alone
     def save_prefix(self, name: str, tokens: np.ndarray, salt: tuple[str, ...]) -> int:
-        """Keep the pages of a prompt i32 [n] that was computed under a name, and return the number of their tokens."""
+        """Store the KV pages of a prompt i32 [n] permanently under a name, and return the number of their tokens.  The
+        prompt must have been computed."""
         call = partial(self.ask, self.executor.call)
         return self.named_prefixes().save(name, tokens, salt, call)
 
     @alone
     def drop_prefix(self, name: str) -> None:
-        """Forget the name of a prefix, so that its pages may be evicted."""
+        """Remove the name of a stored prefix.  Its KV pages stay until they are evicted."""
         self.named_prefixes().drop(name, partial(self.ask, self.executor.call))
 
     @alone
     def load_adapter(self, adapter: LoRARequest, done: Callable[[str], None]) -> None:
-        """Load an adapter into host memory, during the next steps, and call ``done`` with "" or the error.
-        RequestError if its folder is malformed."""
+        """Load a LoRA adapter into host memory while steps run.  ``done`` is called with "" when it is loaded, or with
+        the error.  RequestError if its folder is malformed."""
         if self.adapters is None:
             raise RequestError(
                 "this engine serves no adapters; set enable_lora=true, or adapters", "lora_name"
@@ -654,20 +661,20 @@ class Engine:
 
     @alone
     def unload_adapter(self, name: str) -> bool:
-        """Remove an adapter by its name, and return False for an unknown name.  Requests that use the adapter keep
-        it."""
+        """Remove a LoRA adapter by its name, and return False if the name is unknown.  Unfinished requests with the
+        adapter still use it."""
         return self.adapters is not None and self.adapters.unload(name)
 
     @alone
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
-        """Call a control method of the executor by its name ``verb``, and return the result.  EngineDeadError if the
-        engine has ended."""
+        """Call the method of the executor with the name ``verb``, such as "profile", and return its result.
+        EngineDeadError if the engine has ended."""
         if self.dead:
             raise EngineDeadError(self.dead)
         return self.executor.call(verb, args)
 
     def stats(self) -> dict[str, Any]:
-        """Return the figures of the engine by name.  Listeners of ``stats_asked`` may add some."""
+        """Return the statistics of the engine by name.  Listeners of the event ``stats_asked`` may add some."""
         stats = engine_stats(self)
         self.events.stats_asked(stats)
         return stats
@@ -679,11 +686,12 @@ class Engine:
 
     @alone
     def stop(self) -> None:
-        """End all requests and stop the executor.  Further calls have no effect on requests."""
+        """End all requests and stop the executor.  The engine accepts no request afterwards."""
         error = self.dead
         self.fail_all("the engine was stopped")
         if self.cache.tiers is not None and error is None and self.executor.alive():
-            with contextlib.suppress(EngineDeadError):  # only the stored pages are lost
+            # an error here loses only pages that were not stored yet
+            with contextlib.suppress(EngineDeadError):
                 self.cache.tiers.flush(partial(self.ask, self.executor.call), time.sleep)
         self.executor.stop()
         if self.grammars is not None:

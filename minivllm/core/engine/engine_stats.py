@@ -1,4 +1,4 @@
-"""The figures of ``Engine.stats``."""
+"""The statistics that ``Engine.stats`` returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CountedEngine(Protocol):
-    """The attributes of an engine that have figures."""
+    """The attributes of an engine that the statistics read."""
 
     capacity: Capacity
     slots: Slots
@@ -39,7 +39,8 @@ class CountedEngine(Protocol):
 
 
 def engine_stats(engine: CountedEngine) -> dict[str, Any]:
-    """Return the figures of an engine by name.  The optional parts have figures only if the engine has these parts."""
+    """Return the statistics of an engine by name.  Optional components such as adapters have entries only if the engine
+    has them."""
     stats: dict[str, Any] = {
         "running": engine.slots.n_running,
         "waiting": engine.planner.n_waiting + loading(engine),
@@ -66,7 +67,7 @@ def engine_stats(engine: CountedEngine) -> dict[str, Any]:
 
 
 def loading(engine: CountedEngine) -> int:
-    """Count the sequences that wait for an adapter or for pages of a tier."""
+    """Count the sequences that wait until their LoRA adapter or their KV pages from a tier are loaded."""
     n = 0
     for part in (engine.cache.tiers, engine.adapters):
         if part is not None:

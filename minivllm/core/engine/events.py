@@ -1,12 +1,12 @@
-"""Events that an engine reports to listeners. One object is created before the engine and passed to each of its parts.
+"""Events that an engine reports to listeners.  One ``EngineEvents`` object is created before the engine and passed to
+its components.
 
     events.request_added.subscribe(listener)        a listener subscribes
     events.request_added(request)                   the engine reports it, almost free of cost without listeners
 
 A listener runs on the thread of the engine's loop, within the turn that it reports on.  It may read the arguments but
 must not change them.  A listener that raises breaks the step, so user code is called through a wrapper that catches
-its errors (``runtime.hooks.bridge``).
-"""
+its errors (``runtime.hooks.bridge``)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Event(Generic[P]):
-    """Event of the engine.  Listeners are called in the order of their subscription."""
+    """An event of the engine.  Calling it calls all listeners, in the order of their subscription."""
 
     __slots__ = ("listeners",)
 
@@ -44,8 +44,8 @@ class Event(Generic[P]):
 
 
 class WrappedCall(Generic[P, T]):
-    """Call of the engine that listeners wrap.  Each wrapper receives the call and its arguments, and returns its
-    result.  The first wrapper subscribed is the innermost."""
+    """A call of the engine that listeners wrap.  Each wrapper receives the call and its arguments, and returns the
+    call's result.  The wrapper that subscribed first is the innermost."""
 
     __slots__ = ("wrappers",)
 
@@ -65,24 +65,26 @@ class EngineEvents:
     """Events of an engine.  Each attribute is one kind of event, and its type gives the arguments of a listener."""
 
     def __init__(self) -> None:
-        # A request was accepted; an accepted request has ended for any reason.
+        # A request was accepted; an accepted request has ended, with or without an error.
         self.request_added: Event[[Request]] = Event()
         self.request_finished: Event[[Request]] = Event()
         # A running sequence was preempted; reported once for all beams of a search.
         self.sequence_preempted: Event[[Seq]] = Event()
-        # Tokens in the middle of answers with ``Request.stream``: (stream i64 [n], sample i32 [n], token i32 [n]).
+        # New tokens of requests with ``Request.stream``, except for the last token of an answer:
+        # (stream i64 [n], sample i32 [n], token id i32 [n]).
         self.tokens_streamed: Event[[np.ndarray, np.ndarray, np.ndarray]] = Event()
-        # (KV group, keys u64 [n]) of blocks that entered the prefix index, were evicted for lack of space, or were
-        # removed for another reason.
+        # (KV group, keys u64 [n]) of blocks that entered the prefix cache, were evicted from it for
+        # lack of space, or were removed from it for another reason.
         self.blocks_stored: Event[[int, np.ndarray, BlockInfo]] = Event()
         self.blocks_evicted: Event[[int, np.ndarray]] = Event()
         self.blocks_dropped: Event[[int, np.ndarray]] = Event()
-        # Planning and submitting a step (None if there was none), and publishing a step's result.
+        # The call that plans and submits a step and returns its plan (or None), and the call that
+        # processes the result of a step.
         self.planning: WrappedCall[[], StepPlan | None] = WrappedCall()
         self.publishing: WrappedCall[[Flight, StepResult], None] = WrappedCall()
-        # A turn of the loop has ended, with its times in the engine's clock.
+        # One iteration of the engine's loop has ended; its times are in the engine's clock.
         self.turn_ended: Event[[]] = Event()
-        # ``Engine.stats`` is being built; a listener may add figures to the dict.
+        # ``Engine.stats`` is called; a listener may add entries to the dict.
         self.stats_asked: Event[[dict[str, Any]]] = Event()
-        # The engine was stopped; the argument is the error that had ended it before, or None.
+        # The engine was stopped; the argument is the error with which it had ended before, or None.
         self.engine_stopped: Event[[str | None]] = Event()

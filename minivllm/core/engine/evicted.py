@@ -1,4 +1,4 @@
-"""The feedback about evicted blocks, and the test whether an evictor reads facts of sessions."""
+"""The keys of evicted blocks that are computed again, and the rows of ``BlockInfo`` for an evictor plug-in."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ COLUMNS = {
     "kind": np.int8,
     "evicted": np.bool_,
 }
-# the values of one block, in the order of ``COLUMNS``
+# the values of one block in the order of ``COLUMNS``
 InfoRow = tuple[int, int, int, float, int, int, int, bool]
 
 
 def block_info(rows: Sequence[InfoRow]) -> BlockInfo:
-    """Return the columns of ``BlockInfo`` for at least one block."""
+    """Return the properties of blocks as columns (``BlockInfo``), from one row of values per block.  There must be at
+    least one block."""
     arrays: dict[str, np.ndarray] = {}
     for name, values in zip(COLUMNS, zip(*rows, strict=True), strict=True):
         arrays[name] = np.array(values, COLUMNS[name])
@@ -36,17 +37,18 @@ def block_info(rows: Sequence[InfoRow]) -> BlockInfo:
 
 
 def reads_turns(evictor: Evictor) -> bool:
-    """Return whether an evictor overrides ``began`` or ``ended``."""
+    """Return whether an evictor plug-in wants to receive the beginning and the end of session requests: whether it
+    overrides ``began`` or ``ended``."""
     own: Any = type(evictor)
     return own.began is not Evictor.began or own.ended is not Evictor.ended
 
 
 class EvictedKeys:
-    """The keys of the last ``most`` evictions.  ``needed`` counts the evicted keys that were computed again.
+    """The keys of the last ``most`` evicted blocks.  ``needed`` counts the evicted blocks that had to be computed
+    again.
 
-    Invariant: ``order`` has the keys of the evictions from number ``first`` on.  ``number`` has the last eviction of
-    each key that was not taken.
-    """
+    Invariant: ``order`` has the keys of the evictions with the serial numbers from ``first`` on.  ``number`` maps a key
+    to its last eviction, unless the key is cached again."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -67,7 +69,8 @@ class EvictedKeys:
             self.first += 1
 
     def take(self, key: int) -> bool:
-        """Remove a key that is cached again.  Return True if it was among the last evicted keys."""
+        """Remove the key of a block that enters the cache, and count it if it was among the last evicted keys.  Return
+        True in this case."""
         if self.number.pop(key, None) is None:
             return False
         self.needed += 1

@@ -1,4 +1,4 @@
-"""A step in flight: it is submitted, and the engine has not yet processed its result."""
+"""A step in flight: it was submitted to the executor, and the engine has not processed its result yet."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ if TYPE_CHECKING:
 
 @dataclass
 class Flight:
-    """A step in flight: its plan, and the serial numbers that its rows' slots had when it was planned."""
+    """A step in flight, with its plan and what the columns of its rows' slots held at the time of the plan."""
 
     plan: StepPlan
-    slots: np.ndarray  # i64 [R] slots of the plan
-    serial: np.ndarray  # i64 [R] ``Slots.serial`` of each row at the time of the plan
-    after: np.ndarray  # i32 [R] tokens with KV after the step
-    drawn: np.ndarray  # i64 [N] slots of the rows that sample
-    position: np.ndarray  # i32 [N] positions of the new tokens of the rows that draw
-    rejected: np.ndarray  # i32 [R] ``Slots.rejected`` of each row at the time of the plan
+    slots: np.ndarray  # i64 [R] slot of each row of the plan
+    # i64 [R] serial number of each row's stay in its slot (``Slots.serial``); another number later
+    # means that the row has left
+    serial: np.ndarray
+    after: np.ndarray  # i32 [R] number of computed tokens of each row after the step
+    drawn: np.ndarray  # i64 [N] slots of the rows that draw a token
+    # i32 [N] position in its sequence of the token that each of these rows draws
+    position: np.ndarray
+    # i32 [R] number of drafts of each row that were rejected up to the time of the plan
+    rejected: np.ndarray
     kept: list[Compaction] = field(default_factory=list)  # of ``plan.delta.kept``
 
     @classmethod
     def of(cls, plan: StepPlan, slots: Slots, read: list[Compaction]) -> Flight:
-        """Make the flight of a step that was just planned, while the slots still hold its rows.  Its compactions of
-        ``plan.delta.kept`` are moved from ``read``."""
+        """Return the flight of a step that was just planned, while the slots still hold its rows.  The compressions in
+        ``read``, whose kept tokens the step returns, are moved to the flight."""
         at = plan.slots.astype(np.intp)
         after = plan.computed + plan.q_len
         pick = plan.samples
@@ -40,7 +44,8 @@ class Flight:
         return cls(plan, at, slots.serial[at], after, drawn, position, slots.rejected[at], kept)
 
     def settle(self, slots: Slots, live: np.ndarray) -> None:
-        """Replace upper bounds of lengths by the lengths that followed from all earlier steps.
+        """Set the exact numbers of tokens of the plan's rows.  They were upper bounds, because drafts of earlier steps
+        may have been rejected since.
 
         ``live`` bool [R] marks the rows that still hold their slot."""
         if not len(self.plan.slack):

@@ -1,7 +1,6 @@
-"""Rows that share computed tokens, which are the branches of a request and the beams of a search.
+"""Rows that share computed tokens: the branches of a request (several answers to one prompt) and the beams of a search.
 
-All changes of a search or a fork to slots, blocks and the next delta are made here, while a step is planned.
-"""
+All changes of a search or a fork to slots, blocks and the next delta are made here, while a step is planned."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ class ForkPlanner(Protocol):
 
 
 def fork_ready(planner: ForkPlanner) -> None:
-    """Fork the rows that have computed their prompt except for its last token.  Their branches share the prompt's
-    blocks.
+    """Fork the branches of a request from its first row, once that row has computed the prompt except for the last
+    token.  The branches share the prompt's blocks.
 
     Beams that return after a preemption fork once the first of them has computed their common tokens.  A row with a
     guide continues when its guide is ready too."""
@@ -52,7 +51,7 @@ def fork_ready(planner: ForkPlanner) -> None:
             continue
         at = int(s.computed[slot])
         if at < s.schedulable[slot] or s.step[slot] > s.published:
-            continue  # the shared KV must have been computed, not only planned
+            continue  # the steps that compute the shared KV must have finished
         beams = seq.request.beams
         branches = seq.branches if beams is None else beams.seqs[1 : len(beams.live)]
         if not room_for(planner, slot, len(branches) * (at % s.block > 0)):
@@ -71,15 +70,16 @@ def fork_ready(planner: ForkPlanner) -> None:
             for beam in branches:
                 planner.cache.fork(slot, beam.slot, at)
                 s.ready[beam.slot] = True
-                # the tokens have changed since the fork, so the row joins anew
+                # the beam's tokens have changed since its last step, so the device receives all of
+                # them again
                 planner.joins.append((beam.slot, beam))
         s.forking[slot] = False
         s.schedulable[slot] = s.known[slot]
 
 
 def room_for(planner: ForkPlanner, slot: int, copies: int) -> bool:
-    """Return True if ``copies`` blocks are available in each KV group for a fork of this row.  The oldest row preempts
-    others for them."""
+    """Return True if ``copies`` blocks are available in each KV group for a fork of this row.  If they are not, and the
+    row is the oldest, other rows are preempted."""
     s = planner.slots
     cache = planner.cache
     need = np.full((len(cache.pools), 1), copies)
@@ -90,8 +90,8 @@ def room_for(planner: ForkPlanner, slot: int, copies: int) -> bool:
 
 
 def enter_beams(planner: ForkPlanner, beams: Beams) -> None:
-    """Assign a slot to each further beam of a request, where it stays idle.  The first beam has just entered its
-    slot."""
+    """Move the beams of a request into slots, except for the first one, which is in a slot already.  They stay idle
+    there."""
     s = planner.slots
     first = beams.seqs[0]
     for seq in beams.seqs[1:]:
@@ -104,13 +104,12 @@ def enter_beams(planner: ForkPlanner, beams: Beams) -> None:
 
 
 def apply_pending(planner: ForkPlanner) -> None:
-    """Apply the decisions of searches as far as there are blocks for their forks.
+    """Apply the decisions of beam searches for whose forks there are enough blocks.
 
-    Blocks are short only at first, when idle beams receive theirs.  Later each fork takes the place of a beam that
-    ends."""
+    Blocks can only be short when idle beams receive their first blocks.  Later each fork replaces a beam that ends."""
     for beams in list(planner.searches):
         if beams.pending is None:
-            continue  # the beams were preempted while the step was pending
+            continue  # the request was preempted after its strategy had decided
         drop_beams(planner, beams)
         fits = _fits(planner, beams)
         if not fits and room_for(planner, beams.seqs[0].slot, beams.width - 1):
@@ -121,7 +120,7 @@ def apply_pending(planner: ForkPlanner) -> None:
 
 
 def drop_beams(planner: ForkPlanner, beams: Beams) -> None:
-    """Release the blocks of the beams that the pending step drops."""
+    """Release the blocks of the beams that end in the pending step of a search."""
     assert beams.pending is not None
     s = planner.slots
     for beam in beams.pending.drop:
@@ -136,9 +135,10 @@ def drop_beams(planner: ForkPlanner, beams: Beams) -> None:
 
 
 def _fits(planner: ForkPlanner, beams: Beams) -> bool:
-    """Return whether there are blocks for the copies that the pending forks need."""
+    """Return whether there are blocks for the copies of partly filled blocks that the forks of a search's pending step
+    need."""
     if beams.pending is None:
-        return False  # these beams were preempted
+        return False  # the request was preempted to make room
     s = planner.slots
     cache = planner.cache
     partly = (len(beams.request.prompt) + beams.length) % s.block > 0
@@ -170,7 +170,8 @@ def apply(planner: ForkPlanner, beams: Beams) -> None:
 
 
 def preempt_beams(planner: ForkPlanner, beams: Beams) -> None:
-    """Remove all beams of a request from their slots together.  The first beams keep the tokens of the live ones."""
+    """Preempt a request with beams: remove all its beams from their slots together.  The tokens of the live beams are
+    kept in the first sequences of the request."""
     s = planner.slots
     seqs = beams.seqs
     if beams.pending is not None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
-    """Attach a guide to the sequence of a new request.  RequestError if the request cannot have a guide, or if both do
-    not fit the KV cache."""
+    """Attach a guide (a second sequence that steers the sampling) to the sequence of a new request.  RequestError if
+    the request cannot have a guide, or if both do not fit the KV cache."""
     request = lead.request
     p = lead.request.params
     cache = engine.cache
@@ -87,11 +87,10 @@ def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
 def enter_guide(
     s: Slots, cache: KVCache, joins: list[tuple[int, Seq]], lead: Seq, protected: bool
 ) -> None:
-    """Put the guide of a sequence that has just entered a slot into a slot too.
+    """Put the guide of a sequence into a slot, right after the sequence itself has entered one.
 
     Both rows then wait for each other.  The guide's (slot, sequence) is appended to ``joins``.  A ``protected`` guide
-    receives all its blocks now.
-    """
+    receives all its blocks now, so that it is never preempted for blocks."""
     guide = lead.guide
     assert guide is not None
     slot = s.enter(guide)
@@ -110,7 +109,8 @@ def enter_guide(
 
 
 def release(s: Slots, slot: int) -> None:
-    """Release a row and its partner for sampling once each of them lacks only one token."""
+    """Release a row and its partner (its guide, or the row that it guides) to draw their next token, once each of them
+    lacks only one computed token."""
     pair = [slot, s.partner[slot]]
     if (s.computed[pair] >= s.schedulable[pair]).all():
         s.forking[pair] = False
@@ -118,8 +118,8 @@ def release(s: Slots, slot: int) -> None:
 
 
 def guided_rows(s: Slots, drawn: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the columns ``guided`` and ``scale`` of plan.StepPlan.  ``drawn`` i64 [N] are the slots that sample in the
-    step."""
+    """Return the columns ``guided`` (pairs of indices: row, its guide) and ``scale`` of plan.StepPlan.  ``drawn`` i64
+    [N] are the slots of the rows that draw a token in the step."""
     leads = np.flatnonzero(s.leads[drawn])
     at = np.zeros(s.size, np.int32)
     at[drawn] = np.arange(len(drawn))

@@ -31,16 +31,19 @@ if TYPE_CHECKING:
     from .request import Request, Seq
     from .slots import Slots
 
-MAX_CONTENTS = 65536  # largest number of contents that keep their number
-MOST_AHEAD = 1024  # tokens of images that a step encodes while rows decode: of Qwen3-VL-8B about 30 ms on an H200
+MAX_CONTENTS = 65536  # largest number of image contents that keep their number without a request
+# image tokens that a step encodes at most while other rows decode: about 30 ms for Qwen3-VL-8B on
+# an H200
+MOST_AHEAD = 1024
 MOST_AT_ONCE = 4  # see ``Images.encode_next``
-NUMBERS = 2**31 - 1  # above every token id, as i32
+NUMBERS = 2**31 - 1  # first number of an image content; larger than every token id, within int32
 
 
 class Images:
-    """The contents of images, and the bytes of their features.
+    """The images of all requests, and the memory of their features on the device.
 
-    Invariant: the features of contents with ``rows`` and of encoded contents have at most ``limit`` bytes together."""
+    Invariant: the features that running rows need and the features that were computed have at most ``limit`` bytes
+    together."""
 
     def __init__(self, wiring: ImageWiring, vocab: int, token_bytes: int) -> None:
         """Start without images.  ``token_bytes`` are the bytes of the features of one token."""
@@ -48,16 +51,18 @@ class Images:
         self.vocab = vocab
         self.token_bytes = token_bytes
         self.limit = wiring.cache_mb << 20
-        # the contents that are listed, the least recently requested first
+        # image contents that new requests with the same image share, the least recently requested
+        # first
         self.contents: OrderedDict[ContentKey, Content] = OrderedDict()
-        # encoded contents without rows by number, the least recently used first, and the sum of their bytes
+        # number -> content whose features are on the device and that no running row needs, the
+        # least recently used first; and the sum of the bytes of these features
         self.idle: OrderedDict[int, Content] = OrderedDict()
         self.idle_bytes = 0
-        # sequence in a slot -> contents whose features it reads
+        # sequence in a slot -> image contents whose features it still needs
         self.held: dict[Seq, list[Content]] = {}
-        self.used = 0  # bytes of features on the device
+        self.used = 0  # bytes of features that are on the device or reserved there
         self.feature_bytes = 0  # of encoded contents
-        # contents to encode in the next delta
+        # images whose features the device computes with the next delta
         self.encodes: list[tuple[Content, PreparedImage]] = []
         self.frees: list[int] = []  # numbers, likewise
         self.encoded = self.reused = self.evicted = 0
@@ -65,7 +70,7 @@ class Images:
 
     @classmethod
     def of(cls, wiring: Wiring, capacity: Capacity) -> Images | None:
-        """Return the book of an engine, None if it reads no images."""
+        """Return the object that manages an engine's images, None if the engine serves no images."""
         if not wiring.images.max_images or not capacity.image_bytes:
             return None
         return cls(wiring.images, capacity.vocab_size, capacity.image_bytes)
@@ -73,10 +78,10 @@ class Images:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def begin(self, request: Request) -> np.ndarray:
-        """Assign numbers to the images of a new request, and set its ``contents``.
+        """Set the ``contents`` of a new request, one for each of its images.
 
-        Return the request's prompt as tokens of the prefix index.
-        """
+        Return the prompt as tokens of the prefix cache, in which the number of an image's content replaces its
+        placeholder tokens."""
         keyed = request.prompt.copy()
         for placed in request.images:
             content = self._content(request.salt, placed.image)
@@ -86,12 +91,13 @@ class Images:
         return keyed
 
     def end(self, request: Request) -> None:
-        """Release the contents of a request that has ended or was refused."""
+        """Count the images of a request as used by one request less, because it has ended or was refused."""
         for content in request.contents:
             content.requests -= 1
 
     def _content(self, salt: tuple[str, ...], image: PreparedImage) -> Content:
-        """Return the content of an image under the salt of its request, and mark it as used."""
+        """Return the content of an image for requests with this salt, a new one if there is none, and mark it as the
+        most recently requested."""
         key = salt, image.digest
         content = self.contents.get(key)
         if content is None:
@@ -105,7 +111,7 @@ class Images:
         return content
 
     def _forget_some(self) -> None:
-        """Forget the numbers of contents without requests if there are too many."""
+        """Remove the least recently requested contents without a request, if there are more than MAX_CONTENTS."""
         if len(self.contents) < MAX_CONTENTS:
             return
         unused = (one for one in self.contents.values() if not one.requests)
@@ -113,7 +119,7 @@ class Images:
             self._unlist(one)
 
     def _unlist(self, content: Content) -> None:
-        """Remove a content from the contents of later requests.  Rows that read its features keep them."""
+        """Exclude a content from those that later requests get.  Rows that read its features still can."""
         if not content.listed:
             return
         content.listed = False
@@ -124,8 +130,8 @@ class Images:
     # ---- slots -------------------------------------------------------------------------------------------------------
 
     def place(self, seq: Seq) -> bool:
-        """Reserve the bytes of the features of a sequence that enters a slot, and return True.  Return False if the
-        features of running rows leave no room."""
+        """Reserve device memory for the image features of a sequence that enters a slot, and return True.  Return False
+        if there is no room because running rows need the memory."""
         if not seq.request.images:
             return True
         wanted = list(dict.fromkeys(seq.request.contents))
@@ -141,13 +147,14 @@ class Images:
         return True
 
     def share(self, seq: Seq, computed: int) -> None:
-        """Hold the features for a sequence that takes a slot as a branch of a running row with ``computed`` tokens."""
+        """Reserve the image features for a branch that forks from a running row with ``computed`` tokens, if these
+        tokens do not include all images."""
         images = seq.request.images
         if images and computed < images[-1].end:
             self._hold(seq, list(dict.fromkeys(seq.request.contents)))
 
     def _hold(self, seq: Seq, contents: list[Content]) -> None:
-        """Count a row for each content of a sequence."""
+        """Record that a sequence in a slot needs the features of these contents."""
         for one in contents:
             if not one.rows and not one.encoded:
                 self.used += one.size
@@ -157,10 +164,9 @@ class Images:
         self.held[seq] = contents
 
     def leave(self, seq: Seq) -> None:
-        """Release the contents of a sequence that no longer reads them.
+        """Record that a sequence does not need its image features any longer.
 
-        The features stay until other images need the room.
-        """
+        The features stay on the device until other images need the room."""
         for one in self.held.pop(seq, ()):
             one.rows -= 1
             if one.rows:
@@ -174,13 +180,14 @@ class Images:
                 self._free(one)
 
     def _wake(self, content: Content) -> Content:
-        """Remove a content from the idle contents, and return it."""
+        """Remove a content from those that no running row needs, and return it."""
         del self.idle[content.number]
         self.idle_bytes -= content.size
         return content
 
     def _free(self, content: Content) -> None:
-        """Free the features of a content without rows, with the next delta."""
+        """Free the features of a content that no running row needs.  The device frees the memory with the next
+        delta."""
         content.encoded = content.ahead = False
         self.used -= content.size
         self.feature_bytes -= content.size
@@ -262,7 +269,7 @@ class Images:
                 content.ahead = True
 
     def _encode(self, content: Content, image: PreparedImage) -> None:
-        """Request the features of an image with the next delta."""
+        """Request that the device computes the features of an image with the next delta."""
         content.encoded = True
         self.feature_bytes += content.size
         self.encoded += 1
@@ -270,11 +277,13 @@ class Images:
 
     @property
     def undivided(self) -> bool:
-        """Return whether the tokens of an image attend to each other, so that a chunk has all of them or none."""
+        """Return whether the tokens of an image attend to each other in both directions, so that one step must compute
+        all of them together."""
         return self.wiring.facts.span > 0
 
     def changes(self) -> dict[str, np.ndarray]:
-        """Return ``image`` and ``pixels`` of the next delta, and clear them."""
+        """Return the fields ``image`` and ``pixels`` of the next ``plan.Delta``, empty without changes, and clear the
+        recorded changes."""
         if not self.encodes and not self.frees:
             return {}
         rows = [(number, 0, 0, 0, 0, 0) for number in self.frees]
@@ -290,7 +299,8 @@ class Images:
         return {"image": np.array(rows, np.int32), "pixels": pixels}
 
     def ids(self, tokens: np.ndarray) -> np.ndarray:
-        """Return token ids of the model for tokens i32 [n] of the prefix index."""
+        """Return the model's token ids for tokens i32 [n] of the prefix cache, in which numbers of image contents stand
+        for placeholder tokens."""
         return np.where(tokens >= self.vocab, np.int32(self.wiring.facts.token), tokens)
 
     def stats(self) -> dict[str, Any]:
@@ -330,7 +340,7 @@ def lost_image(request: Request, first: int, upto: int, lost: Container[int]) ->
 
 
 def join_rows(seqs: list[Seq]) -> np.ndarray:
-    """Return ``plan.Join.image`` of sequences that join."""
+    """Return ``plan.Join.image`` (the positions of the images) for sequences that enter a slot."""
     rows = [
         (i, content.number, placed.position, placed.image.tokens, *placed.image.shape)
         for i, seq in enumerate(seqs)
@@ -342,7 +352,7 @@ def join_rows(seqs: list[Seq]) -> np.ndarray:
 def check_images(
     request: Request, images: Images | None, wiring: ImageWiring, capacity: Capacity
 ) -> None:
-    """Raise RequestError if the images of a request cannot be served."""
+    """Raise RequestError if the engine cannot serve the images of a request."""
     if not request.images:
         return
     if images is None:

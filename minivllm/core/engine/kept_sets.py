@@ -1,4 +1,5 @@
-"""The kept tokens of compressions that requests read with a tap of ``compression.kept``."""
+"""The tokens that a compression keeps in the KV cache, for requests that read them with the tap
+``compression.kept``."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def check_kept(request: Request, wiring: Wiring, capacity: Capacity) -> None:
-    """Set whether a request reads the tokens that its compressions keep.  RequestError if it cannot."""
+    """Set ``request.reads_kept``: whether the request reads which tokens its compressions keep.  RequestError if they
+    cannot be read."""
     taps = [tap for tap in request.taps if tap.point == KEPT]
     if not taps:
         return
@@ -40,10 +42,10 @@ def check_kept(request: Request, wiring: Wiring, capacity: Capacity) -> None:
 
 
 class KeptReader:
-    """Reader of ``StepResult.kept``.
+    """Stores the kept tokens of compressions, which a step returns in ``StepResult.kept``, with their sequences.
 
-    ``heads`` has the number of KV heads of each layer of each KV group, ``layers`` the numbers of these layers, and
-    ``most`` is the limit of the bytes that a request reads."""
+    ``heads`` has the number of KV heads of each layer of each KV group, ``layers`` the indices of these layers, and
+    ``most`` is the number of bytes that a request may read."""
 
     def __init__(self, wiring: Wiring, capacity: Capacity) -> None:
         self.heads = capacity.kept_heads

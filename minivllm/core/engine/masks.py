@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(256)
 def _bits(ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mask words i64 that contain the bits of these token ids, and the bits i32 in each word."""
+    """Return the bits of token ids in a mask with 32 tokens per word: the indices i64 of the words, and the bits i32 in
+    each of these words."""
     words, where = np.unique(np.array(ids) // 32, return_inverse=True)
     bits = np.zeros(len(words), np.uint32)
     np.bitwise_or.at(bits, where, np.uint32(1) << np.array(ids, np.uint32) % 32)
@@ -38,25 +39,26 @@ def _bits(ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Ends:
-    """Token ids that rows of a mask must avoid as long as another token is allowed."""
+    """Token ids, mostly end-of-sequence ids, that a mask forbids as long as it allows another token."""
 
     def __init__(self, at: Sequence[int], ids: Sequence[tuple[int, ...]]) -> None:
-        """Store the ids to avoid.  ``ids[i]`` belongs to mask row ``at[i]``."""
+        """Store the token ids to forbid: ``ids[i]`` for row ``at[i]`` of the mask."""
         found: dict[tuple[int, ...], list[int]] = {}
         for i, some in enumerate(ids):
             if some:
                 found.setdefault(some, []).append(i)
-        # rows grouped by equal ids: (indices i, mask rows, words, bits)
+        # for each set of equal ids: (indices i, rows of the mask, indices of the mask words, bits
+        # in these words)
         self.kinds = [
             (np.array(which), np.array(at)[which], *_bits(some)) for some, which in found.items()
         ]
 
     def leave_out(self, mask: np.ndarray, among: np.ndarray) -> None:
-        """Clear the bits of the ids in ``mask`` in place, for each row ``at[i]`` with ``among[i]`` (bool).  A row that
-        would allow no token keeps them."""
+        """Exclude the stored ids from ``mask``, in place, for each row ``at[i]`` with ``among[i]`` (bool).  In a row that
+        would allow no token otherwise the ids stay allowed."""
         for which, rows, words, ends in self.kinds:
             allowed = mask[rows[:, None], words]
-            # Few rows allow an end id, so only these rows are checked in full.
+            # Few rows allow one of the ids, so only these rows are checked for other tokens.
             for i in np.flatnonzero((allowed & ends).any(axis=1) & among[which]).tolist():
                 row = mask[rows[i]]
                 row[words] = allowed[i] & ~ends
@@ -65,13 +67,12 @@ class _Ends:
 
 
 class _Late:
-    """The rows of a step that have masks, which are computed while the step runs.
+    """The rows of a step that have token masks.
 
-    The next step usually has the same rows, so unchanged data is kept to save time per row.
-    """
+    The next step usually has the same rows, so an object is used for several steps, which saves time per row."""
 
     def __init__(self, slots: np.ndarray, stays: np.ndarray, seqs: list[Seq | None]) -> None:
-        # serial number of each row's stay in its slot, -1 if the row has left
+        # slot of each row, and serial number of its stay there, -1 if the row has left the slot
         self.slots = slots
         self.stays = stays
         stay = np.flatnonzero(stays >= 0).tolist()
@@ -80,11 +81,12 @@ class _Late:
             (j, seq) for j, seq in there if seq.request.params.allowed_tokens_fn is not None
         ]
         ruled = [(j, seq) for j, seq in there if seq.request.grammar is not None]
-        # rows with a grammar
+        # the rows with a grammar: index among all rows, and sequence
         self.at = [j for j, _ in ruled]
         self.seqs = [seq for _, seq in ruled]
         self.at_slots = slots[self.at]
-        self.matchers: list[Any] = []  # matchers of these rows, from the first mask on
+        # grammar matcher of each of these rows; empty before their first mask
+        self.matchers: list[Any] = []
         self.matched = np.zeros(len(ruled), np.int64)  # ``Seq.matched`` of each
         requests = [seq.request for seq in self.seqs]
         self.min_length = np.array([r.stops.min_length for r in requests], np.int64)
@@ -105,8 +107,11 @@ class _Late:
         self.matched[:] = [seq.matched for seq in self.seqs]
 
     def news(self, known: np.ndarray, tokens: np.ndarray) -> tuple[Sequence[int], list[list[int]]]:
-        """Return the indices of the matchers that have not received all tokens, and the missing tokens of each.
-        ``known`` i64 [n] counts the known tokens of each row.  The returned tokens are counted as received."""
+        """Return which matchers have not received all tokens of their sequence (as indices), and the missing token ids
+        of each.
+
+        ``known`` i64 [n] has the number of known tokens of each row.  The returned tokens count as received afterwards.
+        """
         behind: Sequence[int] = range(len(known))
         if (known == self.matched + 1).all():
             new = tokens[self.at_slots, self.matched][:, None].tolist()
@@ -120,8 +125,8 @@ class _Late:
 
 
 class RowMasks:
-    """Token masks of rows.  ``grammars.plugin`` compiled the grammars of the matchers.  ``memory(rows, words)``
-    returns i32 host memory that the device reads without a copy (``Executor.mask_memory``)."""
+    """The token masks of all rows.  ``grammars.plugin`` is the grammar plug-in, which makes matchers.  ``memory(rows,
+    words)`` returns i32 host memory that the device reads without a copy (``Executor.mask_memory``)."""
 
     def __init__(
         self,
@@ -138,15 +143,15 @@ class RowMasks:
         self.finish = finish
         self.seams = seams
         self.memory = memory
-        # mask memory of the last step, whose draw has finished
+        # memory with the masks of the last step, which the device has read
         self._held: np.ndarray | None = None
-        # rows with masks of the last step, or None if one of them has ended
+        # the rows of the last step with masks, or None if one of these sequences has ended
         self._late: _Late | None = None
 
     def of(self, flight: Flight) -> np.ndarray:
         """Return the masks i32 [n, ceil(V / 32)] of a step's n rows with masks (``StepPlan.late``).
 
-        The results of all earlier steps have been processed.  The array is reused for the next step with masks.  Rows
+        The results of all earlier steps must have been processed.  The next call overwrites the returned array.  Rows
         that have ended meanwhile are not restricted, because their tokens are dropped."""
         s = self.slots
         plan = flight.plan
@@ -168,14 +173,14 @@ class RowMasks:
         return mask
 
     def forget(self, seq: Seq) -> None:
-        """Drop all data of a sequence that has ended."""
+        """Remove the matcher of a sequence that has ended, and all other data about it."""
         if seq.masked:
             self._late = None
             seq.matcher = None
 
     def _by_grammar(self, late: _Late, mask: np.ndarray) -> None:
-        """Pass the newly drawn tokens to the matchers and fill their rows of the mask.  A plug-in that raises ends all
-        its sequences.  A token that a matcher refuses ends that sequence only."""
+        """Pass the newly drawn tokens to the grammar matchers, and let them fill their rows of ``mask``.  If the
+        plug-in raises, all sequences with a grammar end.  If one matcher refuses its token, only this sequence ends."""
         plugin: Grammar = self.grammars.plugin
         known = self.slots.collected[late.at_slots].astype(np.int64)
         seqs = late.seqs
@@ -186,7 +191,7 @@ class RowMasks:
             if not matchers:
                 self.seams.run("grammar", late.start, plugin)
                 matchers = late.matchers
-            gates = self.grammars.gates  # gates keep the tokens of reasoning from the matchers
+            gates = self.grammars.gates  # matchers do not receive the tokens of a model's reasoning
             behind, new = gates.passed(late.seqs, *late.news(known, self.slots.tokens))
             those = matchers if len(behind) == len(seqs) else [matchers[i] for i in behind]
             took = (
@@ -235,9 +240,9 @@ class RowMasks:
             known = self.slots.collected[seq.slot]
             so_far = seq.request.ids(self.slots.tokens[seq.slot, :known])
             function: Any = seq.request.params.allowed_tokens_fn
-            # the conversion of the result may run user code too
+            # converting the function's result may call code of the user too
             ids = call_foreign(lambda: checks.allowed_tokens(function(so_far), self.vocab))
-        except Exception as e:  # an error of the user's code ends only this request
+        except Exception as e:  # only the request with this function ends
             self.finish(seq, "error", error=f"allowed_tokens_fn: {describe_error(e)}")
             row[:] = -1
             return

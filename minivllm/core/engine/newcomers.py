@@ -59,7 +59,8 @@ def admit(
     refused = None
     p.placeless = False
     p.underway.refresh()
-    delayed: list[Seq] = []  # sequences that wait for a prefix that a running row computes
+    # sequences that wait until a running row has computed their common prefix
+    delayed: list[Seq] = []
     planned = ChainMap(new, chunks)
     try:
         for seq in _newcomers(p, now, None if static else parts):
@@ -71,13 +72,14 @@ def admit(
                     delayed.append(seq)
                     continue
             if not enter(p, seq, promised):
-                refused = seq  # no later sequence overtakes the first one that does not fit
+                # no later sequence is admitted before the first one that does not fit
+                refused = seq
                 break
             request = seq.request
             request.scheduled = request.scheduled or now
             for one in seq.pair:
                 promised += _first_chunk(p, one.slot, request.owner_number, parts, new, promised)
-    finally:  # the other sequences remain in the queue even if a plug-in raises
+    finally:  # sequences that were set aside return to the queue even if a plug-in raises
         p.underway.delayed = delayed
         for seq in delayed:
             p.waiting.push(seq, seq.key, seq.lane, row_of(seq))
@@ -89,7 +91,8 @@ def admit(
         chunks |= new
     full = len(s.free) <= p.reserved or not p.cache.available
     p.unplaced = p.n_waiting > 0 and (refused is not None or full)
-    # A row that is preempted leaves its adapter's place to other rows of the adapter.
+    # With ``placeless``, an adapter had no place on the device. Preempting a row would not help,
+    # because other rows use its adapter too.
     if p.shared and p.n_waiting and p.stuck is None and not p.placeless:
         p.stuck = who_is_stuck(p, refused)
 
@@ -102,8 +105,8 @@ def _first_chunk(
     new: dict[int, int],
     promised: int,
 ) -> int:
-    """Plan the first chunk of a row in ``new``, and return the number of blocks that it needs.  ``promised`` blocks are
-    reserved for the chunks of other rows."""
+    """Plan the first chunk of prompt tokens of a row in ``new``, and return the number of blocks that it needs.
+    ``promised`` blocks are reserved for the chunks of other rows."""
     s = planner.slots
     upto = s.schedulable[[slot]]
     if planner.compression is not None:
@@ -112,7 +115,7 @@ def _first_chunk(
     whole = min(lacking, parts.most(owner_number))
     want = planner.encoded(slot, whole)
     if want < whole:
-        # the features of images count as tokens too
+        # the tokens of an image that is encoded first count against the budget too
         parts.spend(owner_number, whole - want)
     if want <= 0:
         return 0
@@ -205,8 +208,8 @@ def _has_room(
 
 
 def _has_memory(planner: AdmittingPlanner, seq: Seq) -> bool:
-    """Give the adapter of a sequence a place on the device, and reserve memory for its images.  Return False if there
-    is no room for one of them."""
+    """Put the LoRA adapter of a sequence into a place on the device, and reserve device memory for its images.  Return
+    False if there is no room for one of them."""
     if planner.adapters is not None and not planner.adapters.place(seq):
         return False
     return planner.images is None or planner.images.place(seq)

@@ -35,15 +35,16 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .waiting import Entry, WaitingQueue
 
-# least prompt tokens of a step in an owner's share, so that chunks are not tiny
+# the least number of prompt tokens of an owner in a step, so that chunks are not tiny
 LEAST = 32
-# largest number of waiting owners whose sequences the policy orders in a step; owners with fewer rows come first
+# The policy orders the waiting sequences of at most so many owners in a step, those with the fewest
+# rows.
 REQUESTED = 16
 
 
 class OwnerShares:
-    """Prompt-token budget of a step, divided among owners.  Invariant: ``left`` is the budget minus the tokens spent by
-    all owners."""
+    """The prompt tokens that a step may have, divided among the owners of requests.  Invariant: ``left`` is the total
+    budget minus the tokens that all owners have used."""
 
     def __init__(self, budget: int, owners: int) -> None:
         self.left = budget
@@ -59,17 +60,16 @@ class OwnerShares:
         self._spent[owner_number] += tokens
 
     def join(self) -> bool:
-        """Stop dividing the budget, so that any owner may spend the rest.
+        """Stop dividing the budget among owners, so that any owner may use the rest.
 
-        Return False if nothing is left, or if the budget was not divided.
-        """
+        Return False if nothing is left, or if the budget was not divided."""
         divided = self._each < sys.maxsize
         self._each = sys.maxsize
         return divided and self.left > 0
 
 
 class OwnersPlanner(Protocol):
-    """The attributes of a planner that are read to serve owners in turn."""
+    """The attributes of a planner that are needed to serve owners in turn."""
 
     slots: Slots
     cache: KVCache
@@ -89,8 +89,8 @@ class OwnersPlanner(Protocol):
 
 
 def owner_count(slots: Slots, prefilling: np.ndarray, heads: Iterable[Seq]) -> int:
-    """Count the owners with prompt tokens to compute: the owners of the rows ``prefilling`` i64 [R], and of the first
-    waiting sequences."""
+    """Count the owners that have prompt tokens to compute: the owners of the running rows in the slots ``prefilling``
+    i64 [R], and of the first waiting sequences."""
     return len(
         {*slots.owner_number[prefilling].tolist(), *(seq.request.owner_number for seq in heads)}
     )
@@ -102,7 +102,7 @@ def rows_of(slots: Slots) -> Counter[int]:
 
 
 def of_the_largest(slots: Slots, rows: np.ndarray) -> np.ndarray:
-    """Return the rows of the owner that has most of ``rows`` i64 [R]."""
+    """Return those of the slots ``rows`` i64 [R] that belong to one owner: the owner with most of them."""
     owner_number = slots.owner_number[rows]
     if not len(rows) or (owner_number == owner_number[0]).all():
         return rows
@@ -113,11 +113,10 @@ def of_the_largest(slots: Slots, rows: np.ndarray) -> np.ndarray:
 def in_turn(
     slots: Slots, lines: Iterable[Sequence[Seq]], parts: OwnerShares | None
 ) -> Iterator[Seq]:
-    """Yield the sequences of ``lines``, which has one list per owner.
+    """Yield waiting sequences, with owners in turn.  ``lines`` has one list of sequences per owner.
 
-    The next owner is the one with the fewest rows.  An owner that has spent its share of the step's tokens is left out.
-    The caller admits each sequence before it reads the next one.
-    """
+    The next owner is the one with the fewest running rows.  An owner that has used up its part of the step's tokens is
+    left out.  The caller admits each sequence before it takes the next one."""
     left = {line[0].request.owner_number: deque(line) for line in lines if line}
     rows = rows_of(slots)
     while open_ := [
@@ -132,10 +131,10 @@ def in_turn(
 
 
 def candidates(planner: OwnersPlanner, now: float, parts: OwnerShares | None) -> Iterator[Seq]:
-    """Yield the waiting sequences that may be admitted now, in the order of the policy and with owners in turn.
+    """Yield the waiting sequences that may be admitted now, in the order of the scheduling policy, and with owners in
+    turn.
 
-    Usually few of them have room, so the policy's order is computed only as far as it is read.
-    """
+    Usually only few of them fit, so the policy orders no more than are taken."""
     p = planner
     queue = planner.waiting
     turns = len(queue.lanes) > 1 and not p.divides
@@ -157,7 +156,8 @@ def candidates(planner: OwnersPlanner, now: float, parts: OwnerShares | None) ->
 
 
 def _ordered(planner: OwnersPlanner, entries: list[Entry], now: float) -> list[Seq]:
-    """Return the sequences of these entries, which are sorted by the policy's key, in the policy's order."""
+    """Return the sequences of entries of the queue in the order of the scheduling policy's method ``order``.  The
+    entries are sorted by the policy's ``key``."""
     if not planner.orders:
         return [entry[2] for entry in entries]
     seqs = [entry[2] for entry in entries]
@@ -168,7 +168,7 @@ def _ordered(planner: OwnersPlanner, entries: list[Entry], now: float) -> list[S
 
 
 def make_way(planner: OwnersPlanner) -> None:
-    """Preempt one row in favour of an owner without a row, if the last plan had no room for this owner."""
+    """Preempt one row of the owner with most rows, if the last plan had no room for an owner that has no row."""
     s = planner.slots
     seq = planner.stuck
     planner.stuck = None
@@ -184,9 +184,10 @@ def make_way(planner: OwnersPlanner) -> None:
 
 
 def displace(planner: OwnersPlanner, now: float) -> None:
-    """Preempt the row that the policy selects for the next waiting sequence, if it selects any.
+    """Preempt the row that the scheduling policy selects in favour of the next waiting sequence, if it selects one.
 
-    The oldest row stays, and a row is preempted a bounded number of times, so that every row makes progress."""
+    The oldest row is never selected, and a row is preempted only a limited number of times, so that every row makes
+    progress."""
     s = planner.slots
     planner.unplaced = False
     head = next(candidates(planner, now, None), None)
@@ -205,10 +206,11 @@ def displace(planner: OwnersPlanner, now: float) -> None:
 
 
 def who_is_stuck(planner: OwnersPlanner, refused: Seq | None) -> Seq | None:
-    """Return the first waiting sequence of an owner without a row; None if a row is free, or was freed for it already.
+    """Return the first waiting sequence of an owner without a row; None if a slot is free, or if a row was already
+    preempted for it.
 
-    ``refused`` is the sequence that had no room in this plan, or None; then the heads of the owners' lanes are
-    searched."""
+    ``refused`` is the sequence for which the present plan had no room.  If it is None, the first sequence of each owner
+    is considered."""
     s = planner.slots
     rows = rows_of(planner.slots)
     if refused is not None:
@@ -216,5 +218,6 @@ def who_is_stuck(planner: OwnersPlanner, refused: Seq | None) -> Seq | None:
     if len(s.free) > planner.reserved or s.cooling:
         return None
     found = (seq for seq in planner.waiting.heads() if not rows[seq.request.owner_number])
-    seq = next(found, None)  # the policy may still not select it, so a row is freed once only
+    # the policy may still not admit it, so a row is preempted for it only once
+    seq = next(found, None)
     return None if seq is None or seq.id == planner.way_for else seq

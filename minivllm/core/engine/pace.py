@@ -9,45 +9,51 @@ from math import inf, sqrt
 
 import numpy as np
 
-FEWEST = 16  # tokens that a step may always have, at least
-GROWTH = 4  # limit of a step's tokens, as a multiple of the largest step so far
-KEPT = 0.6  # weight of earlier measurements after a step of full size
-CONTEXT = 1024  # prior assumption about the number of keys that cost as much as the rest of a token
+FEWEST = 16  # number of prompt tokens that a step may always have
+GROWTH = 4  # a step may have so many times the tokens of the largest step so far
+KEPT = 0.6  # weight of all earlier measurements relative to that of a new step of full size
+# assumed before any measurement: so many keys to attend to cost as much as all other work for a
+# token
+CONTEXT = 1024
 PRIOR = (
     0.05,
     256.0,
-)  # strength of the prior, as a share of the measured weight and a distance in keys from the mean
+    # weight of this assumption: as a share of the measured weight, and as a distance in keys from the
+    # mean context
+)
 
 
 class Pace:
-    """The cost of prompt tokens, learned from the steps so far, and the number of tokens for the next step.
+    """Learns the time of prompt tokens from the steps so far, and computes how many of them the next step may have.
 
-    A step may have ``budget`` tokens at most, and ``first`` tokens before any step has been measured.
-    """
+    A step may have ``budget`` tokens at most, and ``first`` tokens before any step has been measured."""
 
     def __init__(self, budget: int, first: int) -> None:
         self.budget = budget
-        # limit of the tokens of the next step from the largest step so far (``GROWTH``)
+        # the next step may have at most so many tokens, because much larger steps were not measured
+        # (``GROWTH``)
         self.reach = min(first, budget)
         # seconds per token, and per key that a token attends to; 0 means unknown
         self.each = 0.0
         self.key = 0.0
-        self.mean = 0.0  # recent mean seconds of a token
-        self._bound = self.reach  # tokens of a step of full size
-        # weighted sums over the steps so far of 1, x, y, x x, x y with x = context and y = seconds per token
+        self.mean = 0.0  # mean seconds per token of the recent steps
+        self._bound = self.reach  # number of tokens of a step of full size
+        # sums over the steps so far, newer ones with more weight, of 1, x, y, x x and x y; x is the
+        # context and y the seconds per token
         self._sums = np.zeros(5)
 
     def note(self, tokens: int, context: float, seconds: float) -> None:
-        """Update the costs from a step whose prompts had ``tokens`` tokens, a mean ``context``, and took ``seconds``.
+        """Update the learned times with a step that had ``tokens`` prompt tokens and took ``seconds`` for them.
+        ``context`` is the mean number of keys to which these tokens attend.
 
-        Steps of few tokens have a low weight.
-        """
+        Steps of few tokens have a low weight."""
         x = context
         y = seconds / tokens
         weight = min(tokens / self._bound, 1.0)
         self._sums = self._sums * KEPT**weight + weight * np.array((1.0, x, y, x * x, x * y))
         n, sx, sy, sxx, sxy = self._sums.tolist()
-        far = PRIOR[0] * n * PRIOR[1] ** 2  # the prior assumes key = each / CONTEXT
+        # the assumption before measurements is key = each / CONTEXT
+        far = PRIOR[0] * n * PRIOR[1] ** 2
         a = n + far / CONTEXT**2
         b = sx - far / CONTEXT
         c = sxx + far
@@ -85,10 +91,10 @@ class Pace:
         return self._bound
 
     def _tokens(self, context: int, seconds: float, length: float) -> float:
-        """Return the n with n * (each + key * (context + n / 2)) = seconds, at most the budget.
+        """Return the number n of tokens with n * (each + key * (context + n / 2)) = seconds, at most the budget.
 
-        Beyond ``length`` tokens the mean context no longer grows with n.  The costs are uncertain for contexts far from
-        the recent ones.  So a token is assumed to cost at least half of the recent mean."""
+        Beyond ``length`` tokens the mean context no longer grows with n.  The learned costs are uncertain for contexts
+        far from the recent ones.  So a token is assumed to cost at least half of the recent mean."""
         linear = max(self.each + self.key * context, self.mean / 2)
         found = 2.0 * seconds / (linear + sqrt(linear * linear + 2.0 * self.key * seconds))
         if found > length:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from .request import Seq
 
-    # (sequence, its request's functions, the sampler, its row) -> draw(logits f32 [V], ids so far) -> token
+    # draws a token on the host: (sequence, its request's functions, the sampler, its row) -> a
+    # function (logits f32 [V], token ids so far) -> token id
     HostSampler = Callable[[Seq, Sequence[Callable[..., Any]], Sampler, Row | None], Any]
 
 
@@ -29,31 +30,37 @@ def monotonic() -> float:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Host plug-ins of an engine, with its events, clock and energy account."""
+    """The plug-ins of an engine that run on the host, with its events and its clock."""
 
     policy: Callable[[SchedulerContext], SchedulerPolicy]
-    evictor: Callable[[EvictorContext], Evictor]  # called once for each KV group
-    processors: Sequence[tuple[str, Processor]]  # (name, instance) in order, the sampler last
-    # The first strategy that accepts a request runs it.
+    evictor: Callable[[EvictorContext], Evictor]  # makes the evictor of each KV group
+    # (name, logits processor) in the order of application, the sampler last
+    processors: Sequence[tuple[str, Processor]]
+    # (name, decoding strategy); the first strategy that accepts a request runs it
     strategies: Sequence[tuple[str, DecodingStrategy]]
-    # draws for requests with ``logits_processors``; None means that such requests are refused
+    # draws the tokens of requests with ``logits_processors``; None refuses such requests
     host_sampler: HostSampler | None = None
-    # the compiled grammars of requests (``runtime.structured.service.Grammars``)
+    # compiles the grammars of requests (``runtime.structured.service.Grammars``); None without a
+    # grammar plug-in
     grammars: Any = None
-    # listeners may subscribe before the engine exists
+    # the engine's events; listeners may subscribe before the engine exists
     events: EngineEvents = field(default_factory=EngineEvents)
-    # folder -> the files of an adapter, checked (RequestError); needed if adapters are served
+    # checks a folder and returns the files of the LoRA adapter in it (RequestError); None if no
+    # adapters are served
     check_adapter: Callable[[str], AdapterFiles] | None = None
-    now: Callable[[], float] = monotonic  # the engine's clock, seconds
+    now: Callable[[], float] = monotonic  # the engine's clock, in seconds
     predictor: Callable[[PredictorContext], Predictor] | None = None  # None predicts nothing
-    energy: Any = None  # the account of joules (``runtime.energy.account.EnergyAccount``)
+    # measures the joules of requests (``runtime.energy.account.EnergyAccount``); None without
+    # measurement
+    energy: Any = None
 
 
 @dataclass(frozen=True)
 class CacheOptions:
     """Options of the KV cache."""
 
-    # sliding window of each KV group in tokens; None = all tokens
+    # sliding window of each KV group in tokens; None means that a group attends to all tokens
     windows: Sequence[int | None] = (None,)
     prefix_caching: bool = True
-    partial_hits: bool = True  # whether a cached block is copied if only its first tokens match
+    # whether a cached block is copied if only its first tokens match a prompt
+    partial_hits: bool = True

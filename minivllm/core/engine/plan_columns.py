@@ -1,5 +1,5 @@
-"""The columns of a plan.StepPlan: its rows in order, the optional columns of some rows, and the columns of rows that
-join."""
+"""The columns (arrays) of a plan.StepPlan: its rows in order, optional columns for rows with special features, and the
+columns of sequences that enter a slot."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ NO_VECTORS = no_rows(dtype=np.float32)
 def step_rows(
     decode: np.ndarray, n: np.ndarray, draft: np.ndarray, chunks: dict[int, int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the slots i64, ``q_len`` i32 and ``draft`` i32 of a StepPlan, in the order of its rows.
+    """Return three columns of a StepPlan in the order of its rows: the slots i64, ``q_len`` i32 and ``draft`` i32.
 
-    The order is rows of one token, rows with drafts, chunks.  ``decode`` has the slots of decoding rows and of their
-    drafts (see ``plan.with_drafts``).  ``n`` has the number of drafts of each of these slots, and ``draft`` numbers the
-    drafts; both are empty without drafts.  ``chunks`` maps a slot to its tokens.
-    """
+    The order is rows of one token, rows with drafts, prompt chunks.  ``decode`` has the slots of decoding rows, each
+    repeated for its drafts (see ``plan.with_drafts``).  ``n`` i32 has the number of drafts of each of these slots, and
+    ``draft`` i32 is 0 for the row itself, then 1, 2 ... for its drafts; both are empty without drafts.  ``chunks`` maps
+    a slot to its number of prompt tokens."""
     slots = decode
     q_len = np.ones(len(decode), np.int32)
     if chunks:
         slots = np.concatenate([decode, np.fromiter(chunks, np.intp, len(chunks))])
         q_len = np.concatenate([q_len, np.fromiter(chunks.values(), np.int32, len(chunks))])
-    if not len(draft) and min(chunks.values(), default=2) > 1:  # the rows are in order already
+    # rows of one token are already before the chunks
+    if not len(draft) and min(chunks.values(), default=2) > 1:
         return slots, q_len, draft
     key = 2 * (q_len > 1)
     key[: len(n)] += n > 0
@@ -68,9 +69,12 @@ def requested_columns(
 
 
 def special_rows(s: Slots, drawn: np.ndarray) -> dict[str, Any]:
-    """Return ``topk``, ``late``, ``host`` and ``held`` of a StepPlan.  ``drawn`` i64 [N] are the slots that sample.
-    The new token of a host row is not counted as known, and the row is not ready until that token is chosen.  A row
-    in ``late`` stays ready, because its mask arrives before its draw."""
+    """Return the columns ``topk``, ``late``, ``host`` and ``held`` of a StepPlan.  ``drawn`` i64 [N] are the slots of
+    the rows that draw a token.
+
+    If the host chooses a row's token (``host`` and ``held``), the token does not count as known, and the row is not
+    planned again until it is chosen.  A row in ``late`` is planned further, because its mask arrives before it draws.
+    """
     host = s.host[drawn]
     beam = s.beam[drawn]
     waits = drawn[host]
@@ -83,7 +87,7 @@ def special_rows(s: Slots, drawn: np.ndarray) -> dict[str, Any]:
 
 
 def join_of(joins: list[tuple[int, Seq]], slots: Slots, images: Images | None = None) -> Join:
-    """Return the columns of ``plan.Join`` for sequences that took a slot since the last plan."""
+    """Return the columns of ``plan.Join`` for (slot, sequence) pairs that took a slot since the last plan."""
     n = len(joins)
     seqs = [seq for _, seq in joins]
     slot, known, sample, min_end, n_eos = np.zeros((5, n), np.int32)

@@ -34,11 +34,11 @@ class ChangedPlanner(Protocol):
 
 
 def take_delta(planner: ChangedPlanner) -> Delta:
-    """Return the changes since the last plan, and clear them."""
+    """Return the changes since the last plan for the device, and clear the planner's lists of changes."""
     p = planner
     s = p.slots
     forks = [(parent, slot, seq.sample) for parent, slot, seq in p.forks if s.seq[slot] is seq]
-    # A parent may be preempted, but the fork still copies its columns.
+    # A parent may have been preempted since, but the device still copies its columns for the fork.
     parents = {parent for parent, _, _ in forks}
     joins = [(slot, seq) for slot, seq in p.joins if s.seq[slot] is seq or slot in parents]
     changes: dict[str, Any] = p.cache.changes()

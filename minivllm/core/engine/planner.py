@@ -58,7 +58,8 @@ NO_DRAFTS = no_rows()
 
 
 class Planner:
-    """Queue of waiting sequences, and the planning of each step."""
+    """Plans each step: which rows run, with how many tokens and which blocks.  It also has the queue of waiting
+    sequences."""
 
     def __init__(
         self,
@@ -94,35 +95,51 @@ class Planner:
         self.waiting = WaitingQueue()
         self.underway = Underway(cache, slots)
         self.step_id = 0
-        # largest number of prompt tokens of a step; a server lowers it if steps would take too long
+        # a step has at most so many prompt tokens; a server lowers the number if steps would take
+        # too long
         self.most_prefill = max_tokens
-        self.reserved = 0  # slots that are reserved for branches that will fork
-        self.wake_at = 0.0  # time before which the policy admits no sequence; 0 means no hold
+        self.reserved = 0  # count of slots that are reserved for branches of running rows
+        # time in seconds before which the policy admits no sequence; 0 means at once
+        self.wake_at = 0.0
         self.preemptions = 0
-        # serial number -> sequence that left its slot with steps in flight
-        self.departed: dict[int, Seq] = {}
-        self.left: list[int] = []  # slots that were left since the last plan
-        self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
-        self.forgotten: list[int] = []  # preempted sequences that ended since the last plan
-        self.steady: Steady | None = None  # the last plan, if the next step may repeat it
-        self.chosen: list[tuple[int, int]] = []  # (slot, token) from the host since the last plan
-        self.joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
-        self.forks: list[tuple[int, int, Seq]] = []  # new (parent slot, slot, branch)
-        self.searches: list[Beams] = []  # beam searches with decisions that are not applied yet
-        self._ended: list[Seq] = []  # ended since the last plan, for policies with ``ended``
+        self._add_changes()
+        # the last plan, if the next step may be equal except for one more token per row
+        self.steady: Steady | None = None
+        self.searches: list[Beams] = []  # beam searches whose last decisions are not applied yet
         self.shared = False  # whether at least one request has an owner (see ``owners``)
-        # waiting sequence whose owner has no row, if the last plan had no room for it
+        # a waiting sequence whose owner has no row, and for which the last plan had no room
         self.stuck: Seq | None = None
-        # whether the last refused sequence had no place for its adapter, or no memory for its images
+        # whether the last sequence that could not enter lacked a place for its adapter, or memory
+        # for its images
         self.placeless = False
-        self.way_for = -1  # id of the last sequence for which a row was preempted
+        # id of the last sequence for which a row was preempted (see ``owners.make_way``)
+        self.way_for = -1
         self.protected_after = PROTECTED_AFTER
-        # the last plan had no slot or no blocks for the next waiting sequence
+        # whether the last plan had no slot or no blocks for the next waiting sequence
         self.unplaced = False
         self._read_policy(policy)
 
+    def _add_changes(self) -> None:
+        """Add the lists of changes since the last plan, and the sequences that left their slots."""
+        # serial number of a stay in a slot -> the sequence, which has left the slot while steps
+        # with it are in flight
+        self.departed: dict[int, Seq] = {}
+        self.left: list[int] = []  # slots that sequences have left since the last plan
+        # (slot, sequence id) of rows preempted since the last plan, whose columns the device keeps
+        self.keeps: list[tuple[int, int]] = []
+        # ids of sequences that ended, whose columns the device had kept
+        self.forgotten: list[int] = []
+        # (slot, token id) of tokens that the host chose since the last plan
+        self.chosen: list[tuple[int, int]] = []
+        # (slot, sequence) pairs that took a slot since the last plan
+        self.joins: list[tuple[int, Seq]] = []
+        # (parent slot, slot, branch) of rows that forked since the last plan
+        self.forks: list[tuple[int, int, Seq]] = []
+        # sequences that ended since the last plan, for policies with a method ``ended``
+        self._ended: list[Seq] = []
+
     def _read_policy(self, policy: SchedulerPolicy) -> None:
-        """Note which methods the policy overrides, because the default ones need not be called."""
+        """Record which methods the scheduling policy overrides.  The other methods need not be called."""
         checks.window(policy)
         own = type(policy)
         base = SchedulerPolicy
@@ -141,10 +158,10 @@ class Planner:
         return self.waiting.n
 
     def add(self, seq: Seq) -> None:
-        """Queue a new sequence, or a preempted one without a step in flight.
+        """Queue a new sequence, or a preempted one that is not in a step in flight.
 
-        It first waits outside the queue if its adapter must be loaded, or if a tier has pages of it.
-        """
+        It waits outside of the queue first, if its LoRA adapter must be loaded, or if KV pages of its prompt are loaded
+        from a tier (CPU memory or disk)."""
         seq.status = WAITING
         if self.adapters is not None and self.adapters.begin(seq):
             return
@@ -162,7 +179,8 @@ class Planner:
         self.waiting.push(seq, key, lane, row)
 
     def end(self, seq: Seq) -> None:
-        """Remove a sequence that ends from its slot or from the queue.  A row with a guide leaves together with it."""
+        """Remove a sequence that ends from its slot or from the queue.  The guide of a sequence leaves together with
+        it."""
         self.slots.changes += 1
         if seq.slot >= 0:
             for one in seq.pair:
@@ -190,10 +208,11 @@ class Planner:
         s = self.slots
         self.steady = None
         self.encodes_apart = False
-        # remove forks whose branch left its slot before it was in a plan
+        # a branch may have left its slot before any plan contained the fork
         if self.forks:
             self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]
-        # A fork that was not sent to the device yet still reads its parent's row.
+        # Slots that were left are reused from now on. With a pending fork they are not, because the
+        # fork still reads its parent's slot.
         if s.cooling and not self.forks:
             s.free.extend(s.cooling)
             s.cooling.clear()
@@ -226,14 +245,15 @@ class Planner:
         if shape.kind != "mix" and not chunks:
             decode = self._decode(self.need(s.running))
         if not len(decode) and not chunks and s.forking[s.running].any():
-            # A new row whose prompt was cached, or has one token, can fork now.
+            # A new row with a cached prompt, or with a prompt of one token, can fork at once.
             fork_ready(self)
             decode = self._decode(self.need(s.running))
         left = self.max_tokens - len(decode) - sum(chunks.values())
         return self._make_plan(decode, chunks, left)
 
     def _load(self, now: float) -> Load:
-        """Return the load, from which a scheduler policy derives the shape of a step."""
+        """Return the load of the engine (waiting and running rows, blocks, times), from which the scheduling policy
+        decides the shape of a step."""
         rows = self.slots.running
         pools = self.cache.pools
         head = self.waiting.head()
@@ -255,8 +275,8 @@ class Planner:
     def _fill(
         self, shape: StepShape, decode: np.ndarray, chunks: dict[int, int], now: float
     ) -> np.ndarray:
-        """Plan prompt chunks for running rows and for new rows within the token budget.  Return the rows that still
-        decode, because preemption may remove some."""
+        """Plan prompt chunks for running rows and for new rows within the token budget.  Return the slots of ``decode``
+        that still decode, because rows may have been preempted for blocks."""
         s = self.slots
         n = len(decode)
         self.encodes_apart = self.images is not None and n > 0
@@ -284,12 +304,13 @@ class Planner:
         return decode
 
     def note(self, plan: StepPlan, device_ms: float) -> None:
-        """Update the learned times with a finished step that took ``device_ms`` on the device."""
+        """Update the learned step times with a finished step that took ``device_ms`` milliseconds on the device."""
         if self.budget is not None:
             self.budget.note(plan, device_ms)
 
     def _timely(self, decode: np.ndarray) -> int:
-        """Return the most prompt tokens with which the step ends in time for the tokens of the rows ``decode``."""
+        """Return how many prompt tokens the step may have, so that the rows in the slots ``decode`` get their next
+        token in time."""
         s = self.slots
         budget = self.budget
         if budget is None or not len(decode):
@@ -303,15 +324,18 @@ class Planner:
         return budget.most(len(decode), context, longest or 1)
 
     def _spare(self, budget: int, most: int) -> int:
-        """Return the budget tokens to reserve for a waiting short prompt; 0 reserves none.  Where time limits a step to
-        ``most`` prompt tokens, a short prompt would otherwise wait for all of a long prompt that takes many steps."""
+        """Return how many of ``budget`` prompt tokens to reserve for a short waiting prompt, 0 for none.
+
+        Where time limits a step to ``most`` prompt tokens, a short prompt would otherwise wait until all steps of a
+        long prompt have run."""
         if most >= self.max_tokens or not self.n_waiting:
             return 0
         least = min(seq.known for seq in self.waiting.heads())
         return least if 4 * least <= budget else 0
 
     def need(self, run: np.ndarray) -> np.ndarray:
-        """Count the tokens that each running row has to compute; 0 where the row waits.  ``run`` holds slots."""
+        """Return how many tokens each running row has to compute; 0 if the row must wait.  ``run`` has the slots of the
+        rows."""
         s = self.slots
         may = s.ready[run] & (s.known[run] < s.end[run])
         upto = s.schedulable[run]
@@ -320,10 +344,10 @@ class Planner:
         return (upto - s.computed[run]) * may
 
     def _decode(self, need: np.ndarray) -> np.ndarray:
-        """Return the rows that lack one token and have the blocks for it.
+        """Return the slots of the rows that lack one computed token, after taking the blocks for it.
 
-        Rows are preempted if blocks are missing.  ``need`` holds the missing tokens of each running row.
-        """
+        Rows are preempted if blocks are missing.  ``need`` has the number of tokens that each running row has to
+        compute."""
         s = self.slots
         rows = s.running[need == 1][: self.max_tokens]
         missing = self.cache.missing(rows, s.computed[rows] + 1)
@@ -352,8 +376,9 @@ class Planner:
         victim = self.preempt_one_of(s.running, need)
         unreserved = len(self.cache.pools) > 1 or self.cache.compacts
         if victim is None and s.id[requester] == oldest and unreserved:
-            # Blocks of a sliding window and target blocks of a compression are not reserved ahead of time, so protected
-            # rows may be preempted too.
+            # Blocks of a sliding window, and blocks for kept tokens of a compression, are not
+            # reserved ahead of time. So rows that are otherwise protected may be preempted for
+            # them.
             victim = self.preempt_one_of(s.running, need, True)
         if victim is not None:
             return victim
@@ -369,7 +394,8 @@ class Planner:
         oldest = s.id[s.running].min()  # all beams of a request have the same id
         rows = rows[s.id[rows] != oldest]
         if not protected:
-            # Rows that wait to fork and beams have no blocks reserved for branches, so they may be preempted.
+            # Rows that wait to fork, and beams, may be preempted any number of times, because no
+            # blocks were reserved for their branches.
             rarely = s.preempted[rows] < PROTECTED_AFTER
             rows = rows[rarely | s.forking[rows] | s.beam[rows]]
         if not len(rows):
@@ -394,7 +420,7 @@ class Planner:
         if seq.request.beams is not None:
             preempt_beams(self, seq.request.beams)
         else:
-            # Keep columns on the device only if it has received this row.
+            # The device can keep the row's columns only if it has received the row.
             unsent = (*self.joins, *self.forks)
             if all(other is not seq for *_, other in unsent):
                 self.keeps.append((seq.slot, seq.id))
@@ -407,11 +433,10 @@ class Planner:
         self.requeue(seq)
 
     def requeue(self, seq: Seq) -> None:
-        """Queue a preempted sequence again unless a step in flight contains it.
+        """Queue a preempted sequence again, unless it is in a step in flight.
 
-        It ends with an error if the policy fails on it.  All beams of a request are one entry of the queue, and so are
-        a sequence and its guide.
-        """
+        The sequence ends with an error if the scheduling policy raises for it.  All beams of a request are one entry of
+        the queue, and so are a sequence and its guide."""
         seq = seq.lead or seq
         if any(one.in_flight for one in seq.pair):
             return
@@ -440,7 +465,7 @@ class Planner:
         self.cache.release(slot)
         self.slots.leave(slot)
         self.left.append(slot)
-        # the next sequence in this slot must not receive the token
+        # the token was chosen for this row, not for the next one in the slot
         self.chosen = [choice for choice in self.chosen if choice[0] != slot]
         if seq.in_flight:
             self.departed[seq.serial] = seq
@@ -464,13 +489,13 @@ class Planner:
             if parts.left <= 0:
                 break
             if s.seq[slot] is None:
-                continue  # the row was preempted for the oldest
+                continue  # it was preempted to free blocks for the oldest row
             owner_number = int(s.owner_number[slot])
             have = chunks.get(slot, 0)
             next_tokens = self.encoded(slot, want)
             more = min(next_tokens - have, parts.most(owner_number))
             if more <= 0:
-                continue  # the owner has spent its share
+                continue  # the row's owner has used up its part of the budget
             chunk = self._grow_chunk(slot, have + more)
             while not chunk and s.id[slot] == oldest:
                 if self.make_room(slot, 1) == slot:
@@ -488,23 +513,21 @@ class Planner:
         return decode
 
     def encoded(self, slot: int, tokens: int) -> int:
-        """Return the number of next tokens of a row that the step may compute.
+        """Return how many of the next ``tokens`` tokens of a row the step may compute, with regard to its images.
 
-        A step with decoding rows (``encodes_apart``) computes no image whose features are missing.  The features are
-        computed in an earlier step, so that decoding rows wait either for the features or for the tokens.  Without
-        decoding rows, prompts and images have ``most_tokens`` in a step.
-        """
+        A step with decoding rows (``encodes_apart``) computes no image tokens whose features are missing.  An earlier
+        step computes the features, so that decoding rows never wait for features and for the image's tokens in one
+        step."""
         if not self.encodes_apart or self.images is None:
             return tokens
         seq = self.slots.at(slot)
         return min(tokens, self.images.encoded_tokens(seq, int(self.slots.computed[slot])))
 
     def room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
-        """Return (tokens, blocks) of a chunk as ``KVCache.room`` does.
+        """Return (tokens, blocks) for a row's next chunk as ``KVCache.room`` does, but without cutting an image whose
+        tokens attend to each other.
 
-        The chunk does not end inside an image whose tokens attend to each other.  It may be longer than ``chunk`` to
-        contain such an image as a whole.
-        """
+        The chunk may be longer than ``chunk`` to contain such an image as a whole."""
         if self.images is None or not self.images.undivided:
             return self.cache.room(slot, chunk, promised)
         request = self.slots.at(slot).request
@@ -517,7 +540,8 @@ class Planner:
         return tokens, blocks
 
     def _grow_chunk(self, slot: int, chunk: int) -> int:
-        """Take the blocks of the part of a chunk that fits, and return the number of its tokens (see ``room``)."""
+        """Take the blocks for a row's next ``chunk`` tokens, or for as many as fit, and return the number of tokens
+        with blocks."""
         fitting, _ = self.room(slot, chunk)
         return self.cache.grow_chunk(slot, fitting)
 
@@ -549,7 +573,7 @@ class Planner:
         computed = s.computed[at]
         if len(draft):
             computed += draft
-        # the last position of a row with drafts is stored
+        # a row with drafts appears several times; the number of its last appearance is stored
         s.computed[at] = after = computed + q_len
         slack = s.slack[at]
         draws = self._draw(at, after, draft, waits)
@@ -596,7 +620,8 @@ class Planner:
             mine = at[drafts]
             # an upper bound, which ``Publisher._take_back`` lowers
             s.known[mine] = s.schedulable[mine] = after[drafts] + 1
-            s.slack[mine] = (s.slack[at] + draft)[drafts]  # the last row of a slot counts
+            # if a slot appears several times, its last row counts
+            s.slack[mine] = (s.slack[at] + draft)[drafts]
         return draws
 
     def _drafts(self, decode: np.ndarray, prompt: int, budget: int) -> tuple[np.ndarray, bool]:

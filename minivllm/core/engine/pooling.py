@@ -28,21 +28,25 @@ NOT_FINITE = "the model gave values that are not finite numbers, so there is no 
 
 
 class Pooling(Protocol):
-    """The pooled embedding of one request.  ``frontend.pooling.PromptPooling`` implements it."""
+    """The pooled hidden states of one request, which become its embedding.  ``frontend.pooling.PromptPooling``
+    implements it."""
 
     def most_cached(self, most: int) -> int:
-        """Return how many of the first ``most`` tokens may come from the prefix cache, without hidden states."""
+        """Return how many of the first ``most`` tokens may come from the prefix cache, although a cached token has no
+        hidden state."""
 
     def read(self, at: int, n: int, ends: bool) -> tuple[int, int]:
-        """Return (first, count) of the tokens to read in a step that computes the positions [at, at + n).
+        """Return (first, count): which hidden states to read in a step that computes the positions [at, at + n) of the
+        prompt.
 
-        ``ends`` means that the last of them is the last of the prompt.  A position may be computed again."""
+        ``ends`` means that the step computes the last token of the prompt.  A position may be computed again after a
+        preemption."""
 
     def add(self, values: np.ndarray) -> None:
-        """Add the sum f64 [hidden] of tokens that were read."""
+        """Add the sum f64 [hidden] of the hidden states of a step."""
 
     def restart(self) -> None:
-        """Forget all values that were read, because other weights compute the prompt again."""
+        """Clear the sum, because the prompt is computed again with other weights."""
 
     def end(self, tokens: int) -> bool:
         """Compute the embedding of a prompt of ``tokens`` tokens.  Return whether all values are finite numbers."""
@@ -68,9 +72,9 @@ def check_pooling(request: Request, hidden: int, executor: object) -> None:
 def pooled_rows(
     s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return the column ``pooled`` of plan.StepPlan for the rows of a step.
+    """Return the column ``pooled`` of plan.StepPlan: which hidden states of the step are read for embeddings.
 
-    A row that computes the last token of its prompt always has a line, perhaps of no tokens."""
+    A row that computes the last token of its prompt always has an entry, perhaps for no tokens."""
     lines = []
     for row in np.flatnonzero(s.pooled[slots]).tolist():
         slot = int(slots[row])
@@ -86,11 +90,10 @@ def pooled_rows(
 def keep_pooled(
     plan: StepPlan, sequence: Callable[[int], Seq | None], sums: np.ndarray
 ) -> list[Seq]:
-    """Add the sums f64 [n, hidden] of a step to their requests, and return the sequences that can end.
+    """Add the sums f64 [n, hidden] of a step's hidden states to their requests, and return the sequences that can end.
 
-    A sequence can end if all its values are there, or if a value is not finite.  ``sequence(row)`` returns the sequence
-    of a plan row, or None if it has ended.
-    """
+    A sequence can end if all its hidden states have been added, or if a sum is not finite.  ``sequence(row)`` returns
+    the sequence of a plan row, or None if it has ended."""
     complete = []
     finite = np.isfinite(sums).all(axis=1)
     for (row, _, count), values, usable in zip(plan.pooled.tolist(), sums, finite, strict=True):

@@ -1,4 +1,5 @@
-"""Predictions of a predictor for the engine: limits, failures, errors of the predicted lengths, and times of steps."""
+"""The calls of a predictor plug-in, which predicts the lengths of answers and the times of steps, and the errors of its
+predictions."""
 
 from __future__ import annotations
 
@@ -24,15 +25,16 @@ if TYPE_CHECKING:
 
 
 class Predictions:
-    """The predictor of an engine.  ``run(seam, call, *args)`` calls it and measures its time."""
+    """Calls the predictor plug-in of an engine.  ``run(seam, method, *args)`` calls a method of it and measures the
+    time."""
 
     def __init__(self, predictor: Predictor, run: Callable[..., Any]) -> None:
         self.predictor = predictor
         self._run = run
         self.made = self.failed = self.number = 0
         self.error: str | None = None  # the last failure
-        self.ended_requests = 0  # requests with a prediction that have ended
-        self.log_errors = 0.0  # sum of |ln(predicted / true)| over the requests that have ended
+        self.ended_requests = 0  # count of ended requests whose length was predicted
+        self.log_errors = 0.0  # sum of |ln(predicted / true length)| over these requests
         own = type(predictor)
         self.learns_steps = own.stepped is not Predictor.stepped
         self.learns_lengths = own.ended is not Predictor.ended
@@ -44,7 +46,7 @@ class Predictions:
         wiring: Wiring,
         run: Callable[..., Any],
     ) -> Predictions | None:
-        """Return the predictions of the predictor of an engine, None without one."""
+        """Return an object that calls the predictor plug-in of an engine, None if the engine has none."""
         if parts.predictor is None:
             return None
         sizes = wiring.max_model_len, wiring.max_num_seqs, wiring.max_num_batched_tokens
@@ -53,7 +55,8 @@ class Predictions:
         return made
 
     def begin(self, request: Request) -> None:
-        """Predict the output tokens of a new request, and set its ``facts`` and ``predicted``."""
+        """Set the predicted number of output tokens of a new request (``predicted``), and the facts given to the
+        predictor (``facts``)."""
         turn = request.turn
         request.facts = RequestFacts(
             request.prompt,
@@ -72,7 +75,8 @@ class Predictions:
             self.made += 1
 
     def ended(self, request: Request) -> None:
-        """Report the length of a request that ended well to the predictor, and count the error of its prediction."""
+        """Report the true length of an ended request to the predictor plug-in, and count the error of its prediction.
+        Requests that were aborted or failed are left out."""
         if request.facts is None or any(
             s.finish_reason not in ("stop", "length") for s in request.sequences
         ):
