@@ -54,8 +54,8 @@ class _Ends:
         ]
 
     def leave_out(self, mask: np.ndarray, among: np.ndarray) -> None:
-        """Exclude the stored ids from ``mask``, in place, for each row ``at[i]`` with ``among[i]`` (bool).  In a row that
-        would allow no token otherwise the ids stay allowed."""
+        """Exclude the stored ids from ``mask``, in place, for each row ``at[i]`` with ``among[i]`` (bool).  In a row
+        that would allow no token otherwise the ids stay allowed."""
         for which, rows, words, ends in self.kinds:
             allowed = mask[rows[:, None], words]
             # Few rows allow one of the ids, so only these rows are checked for other tokens.

@@ -33,16 +33,17 @@ class Pressure:
     def __init__(self, budget: float, depth: int, observes: bool) -> None:
         self.budget = budget
         self.delay = int(observes)
-        # steps from the choice of a row to the step that can use its blocks
+        # number of steps from the choice of a row until another row can use its blocks
         self.horizon = depth + 3 + self.delay
 
     def tokens_to_keep(self, request: Request, computed: int) -> int:
-        """Return the number of tokens that a row with ``computed`` tokens keeps under pressure."""
+        """Return the number of tokens that a row with ``computed`` tokens keeps in the KV cache when it is compressed
+        under memory pressure."""
         budget = request.pressure
         return math.ceil(budget * computed) if budget < 1 else int(budget)
 
     def choose(self, s: Slots, cache: KVCache) -> None:
-        """Choose rows to compress if the running rows need more blocks soon than are available.
+        """Choose rows to compress if the running rows will soon need more blocks than are available.
 
         A chosen row is compressed at its present number of tokens, or after one more token if the compressor reads
         queries."""
@@ -59,7 +60,7 @@ class Pressure:
         can &= (s.known[rows] - s.computed[rows] <= 1) & (s.end[rows] - s.computed[rows] > 3)
         freed = [(self._freed(s, cache, slot), slot) for slot in rows[can].tolist()]
         freed = [(blocks, slot) for blocks, slot in freed if blocks.max() > 0]
-        # of rows that free equally many blocks, the newest
+        # rows that free the most blocks are last, and the newest of equals
         freed.sort(key=lambda found: (int(found[0].sum()), int(s.id[found[1]])))
         while freed and short.max() > 0:
             blocks, slot = freed.pop()
@@ -68,8 +69,8 @@ class Pressure:
             short = short - blocks
 
     def _freed(self, s: Slots, cache: KVCache, slot: int) -> np.ndarray:
-        """Return the number of blocks of each KV group that a compression of a row under pressure frees, i64 [G]; 0 if
-        the row is not compressed."""
+        """Return the number of blocks i64 [G] of each KV group that become free if a row is compressed under memory
+        pressure; zeros if it cannot be compressed."""
         freed = np.zeros(len(cache.pools), np.int64)
         request = s.at(slot).request
         if not request.pressure:
@@ -81,5 +82,6 @@ class Pressure:
 
 
 def next_recorded(seq: Seq, computed: int) -> int:
-    """Return the first recorded compression of a sequence behind ``computed`` tokens, NEVER if there is none."""
+    """Return at which number of computed tokens, above ``computed``, a sequence is compressed next according to its
+    record of earlier compressions; NEVER if there is none.  The record is repeated after a preemption."""
     return min((at for at in seq.compressions if at > computed), default=NEVER)

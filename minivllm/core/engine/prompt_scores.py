@@ -1,8 +1,7 @@
-"""Log-probabilities of a request: the allowed numbers, and the log-probabilities of its prompt.
+"""Log-probabilities of a request: how many a client may request, and the log-probabilities of the prompt's tokens.
 
 The steps that compute a prompt return its log-probabilities, one part per chunk.  The prefix cache is not used until
-all parts are collected, because a cached block has no log-probabilities.
-"""
+all parts are collected, because a cached block has no log-probabilities."""
 
 from __future__ import annotations
 
@@ -23,8 +22,10 @@ if TYPE_CHECKING:
 
 
 def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
-    """Set the numbers of log-probabilities that the client and the device's results have.  RequestError for more than
-    the engine allows, or for a parameter that does not affect the log-probabilities by which branches are ranked."""
+    """Set how many log-probabilities per token the client receives, and how many the device returns.
+
+    RequestError if the client requests more than the engine allows.  RequestError too for a beam search with a sampling
+    parameter that does not change the model's own log-probabilities, by which beams are ranked."""
     p = request.params
     most = vocab if wiring.max_logprobs < 0 else min(wiring.max_logprobs, vocab)
     for name in ("logprobs", "prompt_logprobs"):
@@ -54,7 +55,8 @@ def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
 def prompt_rows(
     s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray
 ) -> dict[str, Any]:
-    """Return the columns ``prompt`` and ``prompt_topk`` of plan.StepPlan for the rows of a step."""
+    """Return the columns ``prompt`` and ``prompt_topk`` of plan.StepPlan: the prompt tokens of the step whose
+    log-probabilities are requested."""
     count = np.minimum(q_len, s.prompt[slots] - 1 - computed)
     rows = np.flatnonzero((s.prompt_topk[slots] >= 0) & (count > 0))
     return {
@@ -66,12 +68,11 @@ def prompt_rows(
 def keep_prompt(
     s: Slots, plan: StepPlan, sequence: Callable[[int], Seq | None], got: LogProbs
 ) -> None:
-    """Append a step's prompt log-probabilities to their requests.
+    """Append the log-probabilities of prompt tokens that a step returned to their requests.
 
-    A request that has all of them is not scored again.  ``sequence(row)`` returns the sequence of a plan row, or None
-    if it has ended; a sequence that was preempted in the meantime keeps the result.  A part that is computed again
-    after a preemption replaces the earlier part.
-    """
+    They are not requested again once a request has all of them.  ``sequence(row)`` returns the sequence of a plan row,
+    also if it was preempted in the meantime, or None if it has ended.  Tokens that are computed again after a
+    preemption replace the earlier ones."""
     at = 0
     for row, count in plan.prompt.tolist():
         part = slice(at, at + count)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .checkpoints import Checkpoints
     from .request import Seq
 
-RUN = 4  # smallest number of blocks of a row that one call enters into the prefix cache
+RUN = 4  # from so many blocks on, the blocks of a row enter the prefix cache in one call
 
 
 def publish(cache: KVCache, rows: Iterable[tuple[int, int]]) -> None:
@@ -29,7 +29,8 @@ def publish(cache: KVCache, rows: Iterable[tuple[int, int]]) -> None:
 
 
 def _publish_row(cache: KVCache, slot: int, last: int) -> None:
-    """Enter the first ``last`` blocks of a row into the prefix cache, from the first unpublished one on."""
+    """Enter the blocks of a row with index below ``last`` into the prefix cache, except for those that are in it
+    already."""
     s = cache.slots
     first = int(s.prefix_published[slot])
     seq = s.at(slot)
@@ -40,7 +41,9 @@ def _publish_row(cache: KVCache, slot: int, last: int) -> None:
     if not _publish_run(cache, slot, first, salt, keys[first:last], whole[first:]):
         for i in range(first, last):
             if not _publish_index(cache, slot, i, salt, keys[i], whole[i]):
-                break  # The parent's key collided, so the rest of the chain stays unpublished.
+                # A block in use has the same key by chance, so the later blocks stay out of the
+                # prefix cache too.
+                break
     s.prefix_published[slot] = last
     if cache.tiers is not None:
         cache.tiers.published(slot, first, last)
@@ -66,7 +69,7 @@ def publish_tail(cache: KVCache, slot: int, seq: Seq) -> None:
     so it is not included."""
     s = cache.slots
     size = cache.block
-    done = int(s.collected[slot]) - 1  # the last token was drawn but not computed
+    done = int(s.collected[slot]) - 1  # the last token was drawn, but its KV was not computed
     i, part = divmod(done, size)
     if not cache.partial or not part or done < seq.known:
         return
@@ -78,7 +81,8 @@ def publish_tail(cache: KVCache, slot: int, seq: Seq) -> None:
     cache.tails.cached()
     salt = seq.request.salt
     tokens = s.tokens[slot, :done]
-    keys = lead.keys_of(tokens[: i * size], salt, seq.keys)  # a branch has no keys yet
+    # computes the keys that are missing: a branch has none yet
+    keys = lead.keys_of(tokens[: i * size], salt, seq.keys)
     row = np.full(size, -1, np.int32)
     row[:part] = tokens[i * size :]
     before = keys[i - 1] if i else lead.root(salt)[1]
@@ -89,8 +93,8 @@ def publish_tail(cache: KVCache, slot: int, seq: Seq) -> None:
 
 
 def _parent_of(cache: KVCache, slot: int, i: int, salt: Salt) -> int | None:
-    """Return the parent of the block at index ``i`` of a row in the leading group: the block before it, or the root
-    number of the salt.  None if the block before it is not in the prefix cache."""
+    """Return the parent that the block at index ``i`` of a row has in the prefix cache: the block before it, or for the
+    first block the root number of the salt.  None if the block before it is not in the prefix cache."""
     lead = cache.pools[0]
     if not i:
         return lead.root(salt)[0]

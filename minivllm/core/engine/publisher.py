@@ -49,12 +49,14 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .speculation import Speculation
 
-# largest number of tokens whose log-probabilities are stored before they are converted to entries
+# log-probabilities are stored for so many tokens at most before they are converted to the entries
+# of an answer
 FLUSH_LOGPROBS = 32
 
 
 class Publisher:
-    """Writer of step results into the columns of the rows.  ``now`` is the engine's clock in seconds."""
+    """Processes the results of steps: stores tokens in the columns of the rows, sends them to clients, and ends
+    sequences.  ``now`` is the engine's clock in seconds."""
 
     def __init__(
         self,
@@ -76,7 +78,8 @@ class Publisher:
         self.now = now
         self.speculation = speculation
         self.tokens = self.overshoot = 0
-        # number of steps that read shared prefixes of decoding rows once, and of such rows in all of them
+        # count of steps in which rows with a common prefix read its KV once, and count of these
+        # rows
         self.shared_steps = self.shared_rows = 0
 
     def stats(self) -> dict[str, int]:
@@ -89,8 +92,8 @@ class Publisher:
         }
 
     def publish(self, flight: Flight, result: StepResult) -> list[Beams]:
-        """Store the results of a step, and return the beam searches that now have all their candidates.  The engine
-        then calls their strategies."""
+        """Process the result of a step.  Return the beam searches whose live beams all have their candidates, so that
+        the engine calls their strategies."""
         s = self.slots
         live = self.slots.serial[flight.slots] == flight.serial
         flight.settle(s, live)
@@ -149,10 +152,11 @@ class Publisher:
         self._note_first_tokens(mine[pos == s.prompt[mine]], now)
         length = pos + 1
         s.collected[mine] = length
-        s.ready[mine] |= s.known[mine] == length  # else a later step with the row is in flight
+        s.ready[mine] |= s.known[mine] == length  # otherwise a later step with the row is in flight
         self.tokens += len(mine)
         guided = flight.plan.guided
-        if len(guided):  # A guide repeats the token of its lead, so its token is not counted.
+        # A guide (a row that steers another one) draws the same token, which is counted once.
+        if len(guided):
             self.tokens -= int(ok[guided[:, 1]].sum())
 
     def _store_logprobs(self, flight: Flight, logprobs: LogProbs, ok: np.ndarray) -> None:
@@ -163,7 +167,8 @@ class Publisher:
         for j in np.flatnonzero(ok & s.scored[slots]).tolist():
             seq = s.seq[slots[j]]
             seq.defer_logprobs(logprobs, j)
-            # spread over the steps, because converting all tokens at the end takes long
+            # converted a few at a time, because converting all tokens of an answer at its end takes
+            # long
             if (int(flight.position[j]) + seq.slot) % FLUSH_LOGPROBS == 0:
                 seq.flush_logprobs()
 
@@ -174,11 +179,11 @@ class Publisher:
         sequence: Callable[[int], Seq | None],
         result: StepResult,
     ) -> list[Seq]:
-        """Store the tap values and the kept tokens of a step with their sequences.
+        """Store the tap values of a step (tensors of the model that requests read) with their sequences, and which
+        tokens its compressions kept.
 
-        Return the sequences whose request has read more than its limit.  ``sequence`` is as in ``TapKeeper.keep``.
-        ``live`` bool marks the step's rows that still hold their slot.
-        """
+        Return the sequences whose request has read more bytes than it may.  ``sequence`` is as in ``TapKeeper.keep``.
+        ``live`` bool marks the step's rows that still hold their slot."""
         plan = flight.plan
         many: list[Seq] = []
         if len(plan.taps):
@@ -189,7 +194,7 @@ class Publisher:
         return many
 
     def _note_first_tokens(self, slots: np.ndarray, now: float) -> None:
-        """Store the time of the first token of the requests in these slots."""
+        """Store ``now`` as the time of the first token of the requests in these slots, unless they have one."""
         for slot in slots.tolist():
             r = self.slots.at(slot).request
             r.first_token = r.first_token or now
@@ -197,8 +202,8 @@ class Publisher:
     def _end_without_features(
         self, flight: Flight, live: np.ndarray, lost: Mapping[int, str]
     ) -> np.ndarray:
-        """End the sequences of a step that read an image of ``StepResult.lost``, and return ``live`` without their
-        rows."""
+        """End the sequences of a step that read the features of an image in ``lost``, because the device could not
+        compute these features.  Return ``live`` without the rows that have ended."""
         images = self.planner.images
         assert images is not None, "a step without images loses none"
         images.lose(lost)
@@ -213,7 +218,8 @@ class Publisher:
         return self.slots.serial[flight.slots] == flight.serial
 
     def _tell(self, flight: Flight, result: StepResult, live: np.ndarray, ok: np.ndarray) -> None:
-        """Send new tokens of watched rows to their sinks, and finish the rows that have ended.
+        """Send new tokens to the sinks (callbacks) of clients that receive each token at once, and finish the rows that
+        have ended.
 
         ``live`` marks the step's rows that still hold their slot.  ``ok`` marks the sampled rows that received a token.
         """
@@ -226,7 +232,7 @@ class Publisher:
         pick = plan.samples
         ended = (result.flags & ENDED) != 0
         busy = live[pick] & (ended | (s.watch[slots] & ok))
-        # A row with drafts is handled once, at its last token.
+        # A row with drafts has several result rows, and only its last token is handled here.
         if len(plan.draft):
             follows = np.append(plan.draft[pick][1:] > 0, False)
             busy &= ~(follows & np.append((result.count | (ended * 1))[1:] > 0, False))
@@ -244,7 +250,7 @@ class Publisher:
                 self._deliver(seq, result, j)
 
     def _end_pooled(self, seq: Seq) -> None:
-        """End a sequence whose hidden states have all been pooled, or are not finite."""
+        """End the sequence of an embedding request, whose hidden states have all been added up or are not finite."""
         if seq.request.pooling.end(len(seq.request.prompt)):
             self.send(seq, Finish("stop"))
         else:
@@ -255,7 +261,8 @@ class Publisher:
     def _speculated(
         self, spec: Speculation, flight: Flight, live: np.ndarray, result: StepResult, now: float
     ) -> None:
-        """Count accepted and rejected drafts, and undo the planning of the rejected ones.  ``now`` is in seconds."""
+        """Count the accepted and the rejected drafts of a step, and lower the token counts of the rows by the rejected
+        ones.  ``now`` is in seconds."""
         plan = flight.plan
         kind, rows, fresh = _class_of(plan)
         if not len(plan.draft):
@@ -277,10 +284,10 @@ class Publisher:
     def _take_back(
         self, flight: Flight, heads: np.ndarray, first: np.ndarray, got: np.ndarray
     ) -> None:
-        """Lower ``known`` and ``computed`` of rows with drafts from their upper bounds to the accepted tokens.
-        ``heads`` are the first plan rows of live rows with drafts, ``first`` maps each plan row to its head, and
-        ``got`` counts the tokens of each head.  KV behind the last accepted token was written but is not read.  The row
-        keeps the blocks and fills them next."""
+        """Lower the columns ``known`` and ``computed`` of rows with drafts to the accepted tokens.  The plan had
+        counted all drafts as accepted.  ``heads`` are the first plan rows of live rows with drafts, ``first`` maps each
+        plan row to its head, and ``got`` counts the tokens of each head.  KV behind the last accepted token was written
+        but is not read.  The row keeps the blocks and fills them next."""
         s = self.slots
         plan = flight.plan
         slots = plan.slots[heads]
@@ -301,8 +308,8 @@ class Publisher:
     # ---- one row -----------------------------------------------------------------------------------------------------
 
     def _deliver(self, seq: Seq, result: StepResult, j: int) -> None:
-        """Send a row's new tokens to its sink, and end its sequence if result row j is marked as ended.  A row that
-        failed or has NaN logits ends with an error."""
+        """Send a row's new tokens to its client, and end its sequence if the flags of result row ``j`` say so.  The
+        sequence of a row that failed or has NaN logits ends with an error."""
         flags = int(result.flags[j])
         if flags & (FAILED | NAN):
             error = next((e for e in result.errors if j in e.rows), None)
@@ -316,16 +323,16 @@ class Publisher:
         self.send(seq, finish_of(flags, int(result.tokens[j])))
 
     def send(self, seq: Seq, ended: Finish | None) -> None:
-        """Send a sequence's new tokens to its sink.  End it if ``ended`` is not None or if its text now contains a stop
-        string."""
+        """Send a sequence's new tokens to its sink (the callback of the client).  End it if ``ended`` is not None, or
+        if its text contains a stop string now."""
         if (stopped := self.flush(seq, ended)) is not None:
             ended = Finish("stop", stopped)
         if ended is not None and seq.status != FINISHED:
             self.finish(seq, *ended)
 
     def flush(self, seq: Seq, ended: Finish | None = None) -> str | None:
-        """Send the tokens that the sink has not received yet, and return the stop string that they complete, or None.
-        A sink that raises ends its own sequence with an error."""
+        """Send the tokens that the sink (the callback of the client) has not received yet, and return the stop string
+        that they complete, or None.  If the sink raises, only this sequence ends, with an error."""
         seq.flush_logprobs()
         s = self.slots
         slot = seq.slot
@@ -347,8 +354,8 @@ class Publisher:
             return None
 
     def _publish_blocks(self, flight: Flight, live: np.ndarray, result: StepResult) -> None:
-        """Publish the blocks that this step has filled in the prefix cache.  Rows that failed in the step are left
-        out, and so are rows whose pooled hidden states are not finite."""
+        """Enter the blocks that this step has filled into the prefix cache.  Rows that failed in the step are left out,
+        and so are rows whose pooled hidden states are not finite."""
         if not self.cache.prefix:
             return
         s = self.slots
@@ -361,7 +368,9 @@ class Publisher:
         if len(result.pooled):
             finite = np.isfinite(result.pooled).all(axis=1)
             full[flight.plan.pooled[~finite, 0]] = False
-        if s.tapping:  # the first token shows whether memory sufficed to steer the row
+        # A row with a steering vector could still fail for lack of memory until its first token is
+        # drawn.
+        if s.tapping:
             full &= ~s.tapped[slots] | (s.collected[slots] > s.prompt[slots])
         if np.count_nonzero(full):
             mine = slots[full]
@@ -381,8 +390,8 @@ class Publisher:
         return self.planner.departed.get(int(flight.serial[row]))
 
     def _departed(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
-        """Handle results of rows that have left their slot.  A preempted sequence keeps its token; the token of an
-        ended sequence is dropped."""
+        """Process the results of rows that have left their slot since the step was planned.  A preempted sequence keeps
+        its token; the token of an ended sequence is dropped."""
         plan = flight.plan
         drawn: dict[int, list[int]] = {}
         for j, r in enumerate(plan.samples.tolist()):
@@ -400,7 +409,8 @@ class Publisher:
                     seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
                     seq.known += 1
                     self.tokens += seq.lead is None
-                    # The client requested log-probabilities, or a strategy ranks outputs by them.
+                    # log-probabilities that the client requested, or by which a strategy ranks
+                    # outputs
                     if result.logprobs is not None and seq.request.topk >= 0:
                         seq.defer_logprobs(result.logprobs, j)
                     self._deliver(seq, result, j)
@@ -409,18 +419,18 @@ class Publisher:
                 self.planner.requeue(seq)
 
     def _rest(self, seq: Seq, plan: StepPlan) -> None:
-        """Mark a sequence that has left its slot as free of steps in flight, if ``plan`` was the last step that
-        contained it."""
+        """Record that no step in flight contains a sequence that has left its slot, if ``plan`` was the last
+        such step."""
         if seq.in_flight <= plan.id:
             seq.in_flight = 0
             del self.planner.departed[seq.serial]
 
     def _fail_step(self, flight: Flight, live: np.ndarray, error: StepError) -> None:
-        """End all sequences of a failed step with the error, without publishing their blocks.  An error of scope
-        "device" ends all running sequences, because the device's columns may be wrong."""
+        """End all sequences of a failed step with the error.  Their blocks do not enter the prefix cache.  An error of
+        scope "device" ends all running sequences, because the device's copies of their columns may be wrong."""
         named = f"{error.plugin}: {error.message}" if error.plugin else error.message
         if self.planner.images is not None:
-            # the device may not have applied the delta
+            # the device may not have computed the image features that the step requested
             self.planner.images.lose(flight.plan.delta.image[:, 0].tolist())
         if self.planner.adapters is not None and error.scope == "device":
             self.planner.adapters.repeat(flight.plan.delta.adapter.tolist())
@@ -443,7 +453,8 @@ class Publisher:
     # ---- rows whose token is chosen on the host ----------------------------------------------------------------------
 
     def _hold(self, flight: Flight, result: StepResult) -> list[Beams]:
-        """Pass the candidates of held rows to their beam searches, and return the searches that are complete."""
+        """Pass the candidates for the next token of beams to their searches, and return the searches that have the
+        candidates of all live beams."""
         complete = []
         for j in flight.plan.held.tolist():
             r = int(flight.plan.samples[j])
@@ -470,7 +481,7 @@ class Publisher:
             n = int(s.known[slot])
             try:
                 token = call_foreign(_chosen, seq, logits[h], s.tokens[slot, :n].tolist())
-            except Exception as e:  # the row has failed or left its slot
+            except Exception as e:  # the function of the user failed
                 what = (
                     "choose_fn" if seq.request.params.choose_fn is not None else "logits_processors"
                 )
@@ -491,7 +502,8 @@ def _chosen(seq: Seq, logits: np.ndarray, ids: list[int]) -> int:
 
 
 def _class_of(plan: StepPlan) -> tuple[StepClass, int, bool]:
-    """Return the class of a step for ``Speculation.time``, its decoding rows, and whether all its rows are new."""
+    """Return (class, decoding rows, fresh) of a step for ``Speculation.time``.  ``fresh`` means that all its rows have
+    just entered."""
     rows = plan.q_len if not len(plan.draft) else plan.q_len[plan.draft == 0]
     decodes = int(np.count_nonzero(rows == 1))
     prompt = int(rows.sum()) - decodes
@@ -500,7 +512,7 @@ def _class_of(plan: StepPlan) -> tuple[StepClass, int, bool]:
 
 
 def rejected_drafts(plan: StepPlan, result: StepResult) -> np.ndarray | None:
-    """Return bool [R], True for drafts of a step that were rejected; None for a step without drafts."""
+    """Return bool [R], True for the rows of a step that are rejected draft tokens; None for a step without drafts."""
     if not len(plan.draft):
         return None
     accepted = np.zeros(len(plan.slots), np.int32)

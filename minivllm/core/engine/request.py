@@ -39,7 +39,7 @@ WAITING, RUNNING, FINISHED = 0, 1, 2
 
 @dataclass(eq=False, slots=True)
 class Seq:
-    """One branch of a request, as the planner and the engine handle it (a "sequence" in the texts)."""
+    """One answer of a request that is being generated (a "sequence" in other texts)."""
 
     id: int
     request: Request
@@ -47,53 +47,68 @@ class Seq:
     seed: int
     status: int = WAITING
     slot: int = -1
-    serial: int = -1  # number of its stay in the slot; results of an older stay are dropped
+    # serial number of the present stay in a slot; results for an earlier stay are dropped
+    serial: int = -1
     # token ids i32 [known] while the sequence has no slot
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    known: int = 0  # number of tokens known to the host while the sequence has no slot
-    queued: bool = False  # it is in the planner's queue, sorted by ``key`` in lane ``lane``
+    known: int = 0  # count of known tokens while the sequence has no slot
+    # whether it is in the queue of waiting sequences, in lane ``lane``, sorted by ``key``
+    queued: bool = False
     key: float = 0.0
     lane: int = 0
-    # number of cached blocks that ``KVCache.hints`` found; None means unknown
+    # number of cached blocks at the beginning of its prompt, as ``KVCache.hints`` found; None if
+    # not known
     hint: int | None = None
-    hinted: int = 0  # ``Checkpoints.changes`` when ``hint`` was found
-    # id of the last step that contains a sequence without a slot, until the engine processes the step's result; else 0
+    hinted: int = 0  # value of ``Checkpoints.changes`` when ``hint`` was computed
+    # For a sequence without a slot: id of the last step in flight that contains it, 0 if there is
+    # none.
     in_flight: int = 0
     preempted: int = 0
-    # whether the device has stored the sequence's kept columns (see ``plan.Delta.keep``), or will with the next delta
+    # whether the device keeps the columns of the preempted sequence, or will with the next delta
+    # (``plan.Delta.keep``)
     saved: bool = False
-    # computed tokens -> tokens that stayed, of each compression of its row; repeated after a preemption
+    # compressions of its KV cache so far: number of computed tokens -> number of kept tokens; they
+    # are repeated after a preemption
     compressions: dict[int, int] = field(default_factory=dict)
-    # computed tokens -> layer -> stored tokens i32 [kv_heads, kept] that stayed, if the request reads them
+    # If the request reads which tokens compressions keep: number of computed tokens -> layer ->
+    # indices of kept tokens i32 [kv_heads, kept].
     kept: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
-    # (version of the weights, number of the first output token that they drew), the oldest first
+    # (version of the model's weights, index of the first output token that they drew), the oldest
+    # first
     weights: list[tuple[int, int]] = field(default_factory=list)
     # keys of the sequence's first full blocks (see ``BlockPool.keys_of``)
     keys: list[int] = field(default_factory=list)
-    # digests of the sequence's first full blocks (see ``Tiers.keys_of``), and the pages that it waits for or may use
+    # keys under which tiers (CPU memory or disk) store its first full blocks (see
+    # ``Tiers.keys_of``), and the pages that it loads from them
     page_keys: list[bytes] = field(default_factory=list)
     load: PageLoad | None = None
-    # sequences that fork from this one once the prompt is computed
+    # other sequences of the request, which fork from this one once the prompt is computed
     branches: list[Seq] = field(default_factory=list)
-    guide: Seq | None = None  # the guide of this sequence, with ``scale`` (see ``guides``)
+    # second sequence that steers the sampling of this one (see ``guides``), with the weight
+    # ``scale``
+    guide: Seq | None = None
     scale: float = 1.0
-    lead: Seq | None = None  # the sequence that this guide steers, or None
+    lead: Seq | None = None  # for a guide: the sequence that it steers
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    # log-probabilities of the generated tokens, without the pending ones
+    # log-probabilities of the generated tokens, except for the pending ones below
     logprobs: Sequence[TokenLogprobs] = field(default_factory=Scores)
     cumulative_logprob: float = 0.0
-    # step results that hold the log-probabilities of the later tokens, and the row in each
+    # Step results with the log-probabilities of the newest tokens, which are not in ``logprobs``
+    # yet, and the row in each result.
     pending_logprobs: list[LogProbs] = field(default_factory=list)
     pending_rows: list[int] = field(default_factory=list)
-    # chooses the token on the host: choose(logits, ids so far); None: the device samples
+    # choose(logits, token ids so far) -> token id on the host; None if the device draws
     choose: Callable[[np.ndarray, Sequence[int]], int] | None = None
-    # output tokens sent to the sink so far (in a slot: ``Slots.emitted``)
+    # count of output tokens sent to the client, while the sequence has no slot (else
+    # ``Slots.emitted``)
     emitted: int = 0
-    score: float | None = None  # score from a strategy with the mode "stepwise", else None
-    tap_values: TapValues | None = None  # values that the sequence has read at its taps
-    # grammar matcher, from the first mask on; it has received the tokens ``[prompt, matched)``
+    score: float | None = None  # score of the output in a beam search, else None
+    # values that the sequence has read at tap points (named tensors of the model)
+    tap_values: TapValues | None = None
+    # Grammar matcher, made for the first mask. It has received the output tokens up to position
+    # ``matched``.
     matcher: Any = None
     matched: int = 0
 
@@ -107,15 +122,14 @@ class Seq:
         return self.request.grammar is not None or self.request.params.allowed_tokens_fn is not None
 
     def defer_logprobs(self, lp: LogProbs, row: int) -> None:
-        """Store the log-probabilities of the newest token for later: row ``row`` of a step's ``lp``."""
+        """Store row ``row`` of a step's log-probabilities ``lp`` for the newest token, to be converted later."""
         self.pending_logprobs.append(lp)
         self.pending_rows.append(row)
 
     def flush_logprobs(self) -> None:
-        """Convert the stored log-probabilities to entries of ``logprobs``.
+        """Convert the pending log-probabilities of the newest tokens to entries of ``logprobs``.
 
-        This is done for many tokens in one call, because it takes too long in every step.
-        """
+        This is done for many tokens in one call, because a call in every step would take too long."""
         if self.pending_logprobs and isinstance(self.logprobs, Scores):
             before = len(self.logprobs)
             self.logprobs.add_rows(self.pending_logprobs, self.pending_rows, self.request.logprobs)
@@ -126,17 +140,19 @@ class Seq:
 
 @dataclass(eq=False)
 class Request:
-    """Request of a client, with its state in the engine.  Times are in seconds of ``time.monotonic``."""
+    """A request of a client, with its state in the engine.  Times are in seconds of ``time.monotonic``."""
 
     id: str
     prompt: np.ndarray  # i32 [n]
     params: SamplingParams
     arrival: float
     text: str | None = None
-    # owner for fair shares (see ``core.engine.owners``); "" means none
+    # API key or client address, for fair division of the engine among clients; "" means none
     owner: str = ""
-    end: int = 0  # length in tokens at which the sequences of the request end
-    rows: tuple[Any, ...] = ()  # per processor: Row or None, the sampler last
+    end: int = 0  # number of tokens, prompt included, at which its sequences end at the latest
+    # for each logits processor, then the sampler: the parameters of the request (Row), or None if
+    # not used
+    rows: tuple[Any, ...] = ()
     stops: StopRule = field(default_factory=StopRule)
     grammar: Any = None  # interfaces.grammar.Compiled
     sequences: list[Seq] = field(default_factory=list)
@@ -144,74 +160,90 @@ class Request:
     first_token: float | None = None
     finished: float | None = None
     cached_tokens: int = 0
-    lora: LoRARequest | None = None  # the adapter that the client named
-    adapter: Adapter | None = None  # the engine's entry of the same adapter
+    lora: LoRARequest | None = None  # LoRA adapter that the client named
+    adapter: Adapter | None = None  # the same LoRA adapter, with its state in the engine
     # the images of the prompt, in the order of their positions
     images: tuple[PlacedImage, ...] = ()
-    contents: tuple[Content, ...] = ()  # the engine's entry of each image
-    strategy: Any = None  # the DecodingStrategy that made the sequences of the request
-    beams: Any = None  # beams.Beams if the strategy is called after every step
-    logprobs: int = 0  # best log-probabilities per token in the client's answer
-    # best log-probabilities of each prompt token; -1 = none, or all are collected
+    contents: tuple[Content, ...] = ()  # for each image, its number and state in the engine
+    strategy: Any = None  # decoding strategy (plug-in) of the request
+    beams: Any = None  # state of the beam search (beams.Beams); None without one
+    logprobs: int = 0  # how many of the best log-probabilities per token the client receives
+    # How many of the best log-probabilities of each prompt token are still to be returned; -1 means
+    # none.
     prompt_topk: int = -1
-    # (first position, plan.LogProbs) of each chunk, in the order of computation
+    # log-probabilities of the prompt: (first position, plan.LogProbs) of each chunk, in the order
+    # of computation
     prompt_parts: list[tuple[int, Any]] = field(default_factory=list)
-    # best log-probabilities per token that the device returns, for client or strategy; -1 = none
+    # how many of the best log-probabilities per token the device returns, for the client or for a
+    # beam search; -1 means none
     topk: int = -1
-    # completes(generated ids) -> the stop string completed by the last id, or None; for beams
+    # for beam searches: completes(generated token ids) -> the stop string that the last token
+    # completes, or None
     completes: Any = None
-    turn: SessionTurn | None = None  # ``SamplingParams.session``; None if the client has sent none
-    kinds: np.ndarray | None = None  # the kinds of the prompt's blocks (see ``sessions.kinds_of``)
-    tenant: int = 0  # number of ``owner``, or of params.tenant
-    owner_number: int = 0  # number of ``owner``; 0 = no owner
-    # (tenant, cache_salt, ...): only requests with an equal salt share prefixes
+    # facts about the session of the request (``SamplingParams.session``), or None
+    turn: SessionTurn | None = None
+    # for each block of the prompt, the kind of its text, such as system prompt (see
+    # ``sessions.kinds_of``)
+    kinds: np.ndarray | None = None
+    tenant: int = 0  # number that stands for ``owner``, or else for params.tenant
+    owner_number: int = 0  # number that stands for ``owner``; 0 without an owner
+    # strings (tenant, cache_salt, ...) that must be equal for requests to share cached prefixes
     salt: tuple[str, ...] = ("", "")
-    speculates: bool = False  # whether steps of the request may have drafts
-    drafted: int = 0  # draft tokens that were verified
-    accepted: int = 0  # draft tokens that were accepted
-    # whether tokens are sent to the sink in every step (streaming, stop strings)
+    speculates: bool = False  # whether steps of the request may have draft tokens
+    drafted: int = 0  # count of its draft tokens that were verified
+    accepted: int = 0  # count of its draft tokens that were accepted
+    # whether each token is sent to the client in the step that draws it (streaming, stop strings)
     watch: bool = False
-    # number of its stream in the event ``tokens_streamed``; 0 = no stream
+    # number of the request in the event ``tokens_streamed``; 0 if its tokens are not reported there
     stream: int = 0
-    # sink(seq, new token ids, Finish or None) -> the stop string that the ids complete, or None
+    # callback for new tokens: sink(seq, new token ids, Finish or None) -> the stop string that the
+    # ids complete, or None
     sink: Any = None
-    # the sequences of the answer of a finished request, best first
+    # sequences that form the answer of the finished request, best first
     answer: list[Seq] = field(default_factory=list)
-    on_done: Any = None  # callback on_done(request) at the end of the last sequence
-    taps: tuple[Tap, ...] = ()  # taps of the client
-    tapped: RequestTaps | None = None  # taps in the form that the engine uses; None means no taps
-    # pools the prompt's hidden states (``pooling.Pooling``); the request then draws no token.  None for other requests
+    on_done: Any = None  # on_done(request), called when the request has ended
+    taps: tuple[Tap, ...] = ()  # named tensors of the model that the client reads or changes
+    # the same taps by numbers, with expert routes; None without any
+    tapped: RequestTaps | None = None
+    # For embedding requests: adds up the hidden states of the prompt (``pooling.Pooling``).  None
+    # for requests that generate tokens.
     pooling: Any = None
-    reads_kept: bool = False  # whether the request reads the tokens that compressions keep (tap ``compression.kept``)
-    tap_bytes: int = 0  # bytes of the values that the sequences of the request have read
+    # whether the request reads which tokens compressions keep (tap ``compression.kept``)
+    reads_kept: bool = False
+    tap_bytes: int = 0  # bytes of tap values that its sequences have read
     # number of tokens that a compression keeps in the KV cache; 0 means no compression (see ``compression``)
     keep: int = 0
-    # tokens that stay under memory pressure, below 1 a share of the computed ones; 0 = not compressed then
+    # Number of tokens that a row keeps when memory is short; below 1 a share of its computed
+    # tokens; 0 means not compressed then.
     pressure: float = 0
-    first_compression: int = 0  # number of computed tokens at the first compression
+    first_compression: int = 0  # number of computed tokens at which a row is first compressed
     # largest number of tokens that the KV cache holds for a compressed row of the request
     held: int = 0
-    # number of last prompt tokens whose queries the compressor reads; the whole prompt if it reads attention sums
+    # How many of the last prompt tokens are always computed, because the compressor reads their
+    # queries; the whole prompt if it reads attention sums.
     observed: int = 0
-    facts: RequestFacts | None = None  # the request as a predictor received it
-    predicted: int | None = None  # output tokens that a predictor expects, None = unknown
-    truth: int | None = None  # true length of the answer, which only a trace has
-    # limit of the answer that policies and predictors receive; None = the real one.  A trace hides the length with it.
+    facts: RequestFacts | None = None  # what a predictor plug-in received about the request
+    predicted: int | None = None  # count of output tokens that a predictor expects; None if unknown
+    # true number of output tokens, which is known when a trace is replayed
+    truth: int | None = None
+    # Largest number of output tokens as scheduling policies and predictors receive it; None means
+    # the real limit.  The replay of a trace hides the true length with it.
     shown_out: int | None = None
-    # joules of the request (``runtime.energy.account.RequestJoules``); None without an energy counter
+    # energy account of the request (``runtime.energy.account.RequestJoules``); None without an
+    # energy counter
     energy: Any = None
 
     def ids(self, tokens: np.ndarray) -> list[int]:
         """Return the model's token ids for the tokens i32 [n] of a sequence of this request.
 
-        In ``tokens``, numbers of contents replace the placeholders of images.
-        """
+        In ``tokens``, numbers that identify the contents of images stand for the placeholder tokens of the images."""
         if not self.images:
             return tokens.tolist()
         return [*self.prompt.tolist(), *tokens[len(self.prompt) :].tolist()]
 
     def kind_of(self, block: int) -> int:
-        """Return the kind of a block of the request's prompt, 0 for none (see ``BlockInfo.kind``)."""
+        """Return the kind (such as system prompt) of the text in a block of the prompt, 0 for none (see
+        ``BlockInfo.kind``)."""
         kinds = self.kinds
         if kinds is None or block >= len(kinds):
             return 0
@@ -219,15 +251,15 @@ class Request:
 
     @property
     def stored(self) -> int:
-        """Return the most tokens of one of its sequences that the KV cache holds."""
+        """Return the largest number of tokens of one of its sequences that the KV cache must hold at a time."""
         if self.pooling is not None:
             return len(self.prompt)
         return self.held if self.keep else self.end
 
     @property
     def expected(self) -> int:
-        """Return the number of output tokens to plan with, limited by ``most_out``: the prediction, else the client's
-        ``expected_tokens``, else ``most_out``."""
+        """Return how many output tokens to expect: the prediction of a predictor, else the client's
+        ``expected_tokens``, else the largest possible number."""
         if self.predicted is not None:
             return self.predicted
         expected = self.params.expected_tokens
@@ -235,7 +267,7 @@ class Request:
 
     @property
     def most_out(self) -> int:
-        """Return the number of output tokens that policies and predictors receive as the maximum."""
+        """Return the largest number of output tokens, as scheduling policies and predictors receive it."""
         return self.end - len(self.prompt) if self.shown_out is None else self.shown_out
 
     @property
@@ -250,8 +282,8 @@ class Request:
 
 
 class FinishSequence(Protocol):
-    """Type of ``Engine.finish``, which the parts of the engine call to end a sequence.  The request ends with its last
-    sequence."""
+    """Type of ``Engine.finish``, the function that ends a sequence, and its request with the last sequence.  Other
+    modules of the engine receive it as an argument."""
 
     def __call__(
         self,

@@ -46,8 +46,8 @@ def check_prompt(
     cache: KVCache,
     compression: Compression | None = None,
 ) -> None:
-    """Check the prompt, stop ids and size of a request, and set its ``end`` and ``held``.  RequestError if the request
-    cannot be served."""
+    """Check the prompt, the stop ids and the size of a request.  Set ``end``, the number of tokens at which it ends at
+    the latest, and ``held``, how many of them the KV cache must hold.  RequestError if the request cannot be served."""
     p = request.params
     limit = wiring.max_model_len
     n = len(request.prompt)
@@ -99,11 +99,11 @@ def check_prompt(
 
 
 def _end(n: int, p: SamplingParams, limit: int, cache: KVCache, held: Callable[[int], int]) -> int:
-    """Return the length in tokens at which a request with a prompt of ``n`` tokens ends at the latest.
+    """Return the number of tokens, prompt included, at which a request with a prompt of ``n`` tokens ends at the
+    latest.
 
     Without ``max_tokens`` that is the model's limit, or less if the KV cache holds less.  ``held(end)`` is the number
-    of tokens that the cache must hold for a row of ``end`` tokens.
-    """
+    of tokens that the cache must hold for a row of ``end`` tokens."""
     if p.max_tokens is not None:
         return min(n + p.max_tokens, limit)
 
@@ -123,8 +123,8 @@ def check_read(
     processors: Processors,
     compression: Compression | None = None,
 ) -> None:
-    """Raise RequestError if a parameter of the request is not read by any processor, sampler or strategy of this
-    engine."""
+    """Raise RequestError if the request has a parameter that no logits processor, sampler or decoding strategy of this
+    engine reads."""
     if p.extra:
         p.check_extra()
     requested = p.changed_parameters()
@@ -143,19 +143,20 @@ def check_read(
 
 
 class Binder(NamedTuple):
-    """Processor that is bound to each new request; the sampler is the last one."""
+    """A logits processor or the sampler, which receives the parameters of each new request once (``bind``)."""
 
-    seam: str  # name under which the time of the call is counted
+    seam: str  # name under which the time of its calls is counted
     name: str
     made: Processor
     columns: Mapping[str, Column]
 
     def bind(self, request: Request) -> Row | None:
-        """Return the processor's row for a request, checked against its columns; None if it does not apply.
-        RequestError if the processor fails, which ends this request only."""
+        """Call the processor's ``bind`` with the parameters of a request, and return its result, a Row, after a check.
+        None if the processor does not apply to the request.  RequestError if the call fails; only this request is
+        refused."""
         try:
             prompt = request.prompt.view()
-            # a processor must not change the computed prompt
+            # a copy, because a processor must not change the prompt that is computed
             prompt.flags.writeable = False
             row = call_foreign(self.made.bind_prompt, request.params, prompt)
             return checks.bound(row, self.columns)
@@ -168,15 +169,15 @@ class Binder(NamedTuple):
 
 
 class Salting(Protocol):
-    """Adds the version of the weights to salts."""
+    """Adds the version of the model's weights to the salts of requests."""
 
     def salted(self, salt: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the salt for prefixes that the current weights have computed."""
+        """Return a salt with which a request only shares cached prefixes that the current weights have computed."""
         ...
 
 
 class Intake(Protocol):
-    """The attributes of an engine against which a new request is checked."""
+    """The attributes of an engine that are needed to check a new request."""
 
     wiring: Wiring
     executor: Executor
@@ -204,7 +205,8 @@ def binders(processors: Processors) -> list[Binder]:
 
 
 def host_draw(engine: Intake, seq: Seq) -> Any:
-    """Return the function that draws the tokens of a sequence, or None if its request has no ``logits_processors``."""
+    """Return the function that draws the tokens of a sequence on the host, or None if its request has no
+    ``logits_processors``."""
     functions = seq.request.params.logits_processors
     sampler = cast("Sampler", engine.processors[-1][1])
     if not functions:
@@ -217,7 +219,7 @@ def host_draw(engine: Intake, seq: Seq) -> Any:
 
 
 def prepare(engine: Intake, request: Request) -> list[Branch]:
-    """Check a request, bind the plug-ins to it, and return its branches."""
+    """Check a new request, pass its parameters to the plug-ins, and return its branches (one for each answer)."""
     p = request.params
     compression = engine.compression
     check_read(p, engine.strategies, engine.processors, compression)
@@ -247,7 +249,8 @@ def prepare(engine: Intake, request: Request) -> list[Branch]:
 
 
 def salt_of_prompt(ids: np.ndarray, params: SamplingParams, wiring: Wiring) -> tuple[str, ...]:
-    """Return the salt of a request for one token after a prompt i32 [n]."""
+    """Return the salt of a request that generates one token after the prompt ``ids`` i32 [n].  Only requests with an
+    equal salt share cached prefixes."""
     from .request import Request
 
     request = Request("", ids, params, 0.0, end=len(ids) + 1)

@@ -1,9 +1,9 @@
-"""Expert routes on the host: the checks of a request's ``routes``, and the given routes of the rows of a step.
+"""Expert routes (which experts of a mixture-of-experts model each token uses) on the host: the checks of a request's
+``routes``, and the given routes of the rows of a step.
 
-Routes that are read are values of the points ``layers.i.experts`` (see ``taps``).  Pruned experts get -inf added to
+Routes that are read are values of the tap points ``layers.i.experts`` (see ``taps``).  Pruned experts get -inf added to
 their logits at ``layers.i.router``, as a vector that is added.  Given routes travel with each step that computes their
-positions, so preemption, chunks, branches and drafts need nothing more.
-"""
+positions, so preemption, chunks, branches and drafts need nothing more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ ROUTER = ".router"
 
 
 class ExpertLayer(NamedTuple):
-    """A layer with experts: the numbers of its two tap points, its experts, and the experts of a token."""
+    """A layer with experts: the numbers of its tap points for the router's logits and for the chosen experts, the count
+    of its experts, and how many of them a token uses."""
 
     router: int
     ids: int
@@ -32,21 +33,21 @@ class ExpertLayer(NamedTuple):
 
 
 class RequestRoutes(NamedTuple):
-    """The routes of a request.  ``layers`` are the layers with experts, in order.  ``given`` i32 [positions, layers *
-    k] are the given routes, None if there are none."""
+    """The checked ``routes`` parameter of a request.  ``layers`` are the layers with experts, in order.  ``given`` i32
+    [positions, layers * k] are the expert ids that the client sets, None if it sets none."""
 
     layers: tuple[ExpertLayer, ...]
     reads: bool
-    # number of a router's tap point -> vector f32 [experts] to add
+    # number of a router's tap point -> vector f32 [experts] to add to its logits, with -inf for
+    # pruned experts
     pruned: Mapping[int, np.ndarray]
     given: np.ndarray | None
 
 
 def expert_layers(points: Mapping[str, int]) -> list[ExpertLayer]:
-    """Return the layers of a model that have both tap points of experts.
+    """Return the layers of a model that have tap points for the router's logits and for the chosen experts.
 
-    ``points`` are the points of ``Capacity.taps``.
-    """
+    ``points`` are the model's tap points (``Capacity.taps``)."""
     numbers = {name: i for i, name in enumerate(points)}
     found = []
     for name, chosen in points.items():
@@ -115,7 +116,7 @@ def _pruned_vectors(params: RouteParams, layers: list[ExpertLayer]) -> dict[int,
 def _given_rows(
     params: RouteParams, end: int, layers: list[ExpertLayer], capacity: Capacity, model: str
 ) -> np.ndarray | None:
-    """Return the given routes i32 [positions, layers * k], None if there are none."""
+    """Return the expert ids i32 [positions, layers * k] that the client sets, after a check; None if it sets none."""
     if params.given is None:
         return None
     names = list(capacity.taps or {})

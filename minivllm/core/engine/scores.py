@@ -1,8 +1,7 @@
-"""Log-probabilities of a sequence's tokens, as columns.
+"""The log-probabilities of a sequence's tokens, stored as columns (one list per quantity).
 
-A sequence uses one object instead of five per token.  Otherwise a batch with log-probabilities would create a million
-objects, and Python's garbage collector would visit all of them while the device waits.
-"""
+So a sequence needs one object instead of five per token.  Otherwise a batch with log-probabilities would create a
+million objects, and Python's garbage collector would visit all of them while the device waits."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ from minivllm.core.interfaces.plan import LogProbs
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities of one position: of the chosen token, and of the best tokens with their ids, best first."""
+    """Log-probabilities at one position: of the chosen token with its rank, and of the best tokens with their ids, best
+    first."""
 
     chosen: float
     rank: int
@@ -22,8 +22,9 @@ class TokenLogprobs(NamedTuple):
 
 
 class Scores(Sequence[TokenLogprobs]):
-    """Log-probabilities of a sequence as columns.  ``chosen`` and ``rank`` have one entry per token.  The best of token
-    i are ``top_ids[ends[i] : ends[i + 1]]``, with log-probabilities in ``top``."""
+    """The log-probabilities of a sequence as columns.  ``chosen`` and ``rank`` have one entry per token.  The ids of
+    the best tokens at position i are ``top_ids[ends[i] : ends[i + 1]]``, and their log-probabilities the same part of
+    ``top``."""
 
     __slots__ = ("chosen", "ends", "rank", "top", "top_ids")
 

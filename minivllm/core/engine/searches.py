@@ -35,7 +35,8 @@ class SearchEngine(Protocol):
 
 
 def advance(engine: SearchEngine, beams: Beams) -> None:
-    """Advance a search whose live beams all have their candidates."""
+    """Call the strategy of a beam search after a step, when all live beams have their candidates, and store or apply
+    its decisions."""
     s = engine.planner.slots
     request = beams.request
 
@@ -46,7 +47,7 @@ def advance(engine: SearchEngine, beams: Beams) -> None:
     try:
         step = engine.planner.seams.run("strategy", beams.advance, generated)
     except Exception as e:
-        # An error of a plug-in or of the client's stop strings ends only its own request.
+        # If the strategy, or the client's stop strings, raise, only this request ends.
         finish_beams(
             engine,
             request,
@@ -64,7 +65,8 @@ def advance(engine: SearchEngine, beams: Beams) -> None:
 def finish_beams(
     engine: SearchEngine, request: Request, cut: Finish | None, error: str | None
 ) -> None:
-    """End a request that has beams.  All beams leave their slots, and the first sequences become the answer.
+    """End a request that has beams.  All beams leave their slots, and the outputs of the search are stored in the first
+    sequences of the request.
 
     ``cut`` is the reason if the request ends before its strategy is done, else None; ``error`` is the message of a
     failure or None."""
@@ -85,7 +87,8 @@ def finish_beams(
     try:
         for seq in beams.seqs if not engine.dead else ():
             engine.planner.end(seq)
-    except EngineDeadError as e:  # the evictor failed: blocks are in doubt
+    # the evictor plug-in failed, so the state of the blocks is uncertain
+    except EngineDeadError as e:
         engine.fail_all(str(e))
         return
     beams.given = len(outputs)
@@ -101,10 +104,9 @@ def finish_beams(
 
 
 def _hand_over(request: Request, seq: Seq, out: Kept) -> str | None:
-    """Fill a sequence of the answer with an output and send it to the sink.
+    """Store an output of a beam search in a sequence of the answer, and send it to the client's callback ``sink``.
 
-    Return the error message if the sink raises, else None.
-    """
+    Return the error message if the sink raises, else None."""
     ids, seq.logprobs = unwind(out.last)
     seq.tokens = np.append(request.prompt, np.array(ids, np.int32))
     seq.known = len(seq.tokens)

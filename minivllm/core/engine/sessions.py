@@ -1,4 +1,5 @@
-"""The facts of sessions in the form in which schedulers and evictors read them."""
+"""The facts that clients send about sessions (conversations), with numbers for names, as schedulers and evictors read
+them."""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ NO_KINDS = np.empty(0, np.int8)
 
 
 def number_of(salt: tuple[str, ...], name: str | None) -> int:
-    """Return the number of a session or turn: a positive 63-bit digest of the salt and the name, or 0 without a name.
+    """Return the number that stands for the name of a session or turn: a positive 63-bit hash of the salt and the name,
+    or 0 without a name.
 
-    The salt begins with the tenant.
-    """
+    The salt begins with the tenant, so tenants with equal names have different numbers."""
     if name is None:
         return 0
     return chain_key(0, repr((*salt, "session", name)).encode()) >> 1 or 1
 
 
 def turn_of(request: Request) -> SessionTurn | None:
-    """Return the session of a request, with names as numbers; None if the client has sent none."""
+    """Return the facts about the session of a request, with numbers for its names; None if the client has sent none."""
     facts = request.params.session
     salt = request.params.salt
     if not isinstance(facts, Session):
@@ -52,7 +53,8 @@ def turn_of(request: Request) -> SessionTurn | None:
 
 
 def kinds_of(request: Request, block: int) -> np.ndarray:
-    """Return the kinds of the blocks of a request's prompt, i8 [blocks]; empty without spans."""
+    """Return the kind of text (such as system prompt or tool result) of each block of a prompt, i8 [blocks]; empty if
+    the client has sent no spans."""
     facts = request.params.session
     if not isinstance(facts, Session) or not facts.spans:
         return NO_KINDS
@@ -60,7 +62,8 @@ def kinds_of(request: Request, block: int) -> np.ndarray:
 
 
 def report_turn(cache: KVCache, seq: Seq, event: str) -> None:
-    """Report to the evictors that a sequence of a session was admitted (``began``) or ends (``ended``).
+    """Call the method ``event`` of the evictor plug-ins, because a sequence of a session was admitted ("began") or ends
+    ("ended").
 
     The sequence is in a slot, or ends while it waits."""
     turn = seq.request.turn
