@@ -26,23 +26,23 @@ from minivllm.core.interfaces.sampling import Rows
 from minivllm.device.kernels.launch import kernel, pdl, wait
 
 CELLS = 8192  # largest number of cells of the hash table of a row; histories with more tokens need more rounds
-CHUNK = 2048  # largest number of tokens that are read together
+CHUNK = 2048  # tokens that are read together; the same for all histories, so that one compilation serves them
 
 
 @triton.jit
-def _cell(token, turn, CELLS: tl.constexpr):
+def _cell(token, turn, cells):
     """Return the cell of a token in a round.  Tokens that collide in a round rarely collide in the next."""
     h = token.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
     h = h + turn.to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)
     h = (h ^ (h >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
     h = (h ^ (h >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
-    return ((h ^ (h >> 16)) & (CELLS - 1)).to(tl.int32)
+    return ((h ^ (h >> 16)) & (cells - 1).to(tl.uint32)).to(tl.int32)
 
 
-@kernel("slots", "position", "prompt", "room")
+@kernel("slots", "position", "prompt", "room", "cells")
 def _penalize(
     logits, history, slots, position, prompt, repetition, presence, frequency, stayed, count, done,
-    stride, span, V, room, CELLS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    stride, span, V, room, cells, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     row = tl.program_id(0)
@@ -51,8 +51,8 @@ def _penalize(
     if (factor != 1) | (once != 0) | (each != 0):
         lane = tl.arange(0, CHUNK)
         base, past = logits + row.to(tl.int64) * stride, history + slot * span
-        stayed += row * CELLS
-        count += row * CELLS
+        stayed += row * cells
+        count += row * cells
         done += row.to(tl.int64) * room
         output = tl.load(prompt + row).to(tl.int32)
         end = tl.minimum(tl.load(position + row), room).to(tl.int32)
@@ -64,7 +64,7 @@ def _penalize(
             for start in range(begin, end, CHUNK):
                 at = start + lane
                 waits = (at < end) & ((turn == 1) | (tl.load(done + at, mask=at < end, other=1) == 0))
-                cell = _cell(tl.load(past + at, mask=waits, other=0), turn, CELLS)
+                cell = _cell(tl.load(past + at, mask=waits, other=0), turn, cells)
                 tl.store(stayed + cell, at, mask=waits)
                 tl.store(count + cell, 0, mask=waits)
             tl.debug_barrier()
@@ -73,7 +73,7 @@ def _penalize(
                 at = start + lane
                 waits = (at < end) & ((turn == 1) | (tl.load(done + at, mask=at < end, other=1) == 0))
                 token = tl.load(past + at, mask=waits, other=0)
-                cell = _cell(token, turn, CELLS)
+                cell = _cell(token, turn, cells)
                 one = tl.load(stayed + cell, mask=waits, other=0)
                 same = waits & (tl.load(past + one, mask=waits, other=-1) == token)
                 tl.atomic_add(count + cell, 1, mask=same & (at >= output))
@@ -84,7 +84,7 @@ def _penalize(
                 at = start + lane
                 now = (at < end) & (tl.load(done + at, mask=at < end, other=0) == turn)
                 token = tl.load(past + at, mask=now, other=0)
-                cell = _cell(token, turn, CELLS)
+                cell = _cell(token, turn, cells)
                 now = now & (tl.load(stayed + cell, mask=now, other=-1) == at) & (token >= 0) & (token < V)
                 x = tl.load(base + token, mask=now, other=0.0)
                 n = tl.load(count + cell, mask=now, other=0).to(tl.float32)
@@ -103,9 +103,7 @@ def penalize(logits: Tensor, rows: Rows, repetition: Tensor, presence: Tensor, f
     n = len(rows.slots)
     room = max(rows.max_position, 1)
     width = min(max(rows.max_position, 256), rows.tokens.shape[1])
-    wide = triton.next_power_of_2(width)
-    chunk = min(CHUNK, max(512, wide))
-    cells = min(CELLS, max(64, 2 * wide))
+    cells = min(CELLS, 2 * triton.next_power_of_2(width))
     kept = torch.empty(n, cells, dtype=torch.int32, device=logits.device)
     counts = torch.empty_like(kept)
     done = torch.empty(n, room, dtype=torch.int8, device=logits.device)
@@ -125,8 +123,8 @@ def penalize(logits: Tensor, rows: Rows, repetition: Tensor, presence: Tensor, f
         rows.tokens.stride(0),
         logits.shape[1],
         room,
-        CELLS=cells,
-        CHUNK=chunk,
+        cells,
+        CHUNK=CHUNK,
         num_warps=16,
         maxnreg=64,
         **pdl(logits),

@@ -142,6 +142,7 @@ def test_copies_of_steps_allocate_no_pinned_memory_once_it_is_allocated_ahead():
     from minivllm.device.worker.state import pin_ahead, to_host
 
     device = torch.device("cuda")
+    torch.cuda.init()  # without it there are no statistics
     pin_ahead(device)
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
     for bytes_ in (12, 3000, 100_000, 3 << 20):
