@@ -146,22 +146,32 @@ class _EvictorMachine(RuleBasedStateMachine):
             self.evictor.ended(keys(path), turn)
         self._free(path)
 
-    @precondition(lambda self: self.tree.refs)
-    @rule(data=st.data())
-    def end_in_a_tier(self, data: Any) -> None:
-        """End a session's turn whose blocks are free: on a lower tier, or of a request that waits."""
-        turn = data.draw(TURNS)
-        path = self.tree.path(data.draw(st.sampled_from(sorted(self.tree.refs))))
-        free = [key for key in path if not self.tree.refs[key]]
+    @precondition(lambda self: self.tree.free)
+    @rule(data=st.data(), turn=TURNS)
+    def end_in_a_tier(self, data: Any, turn: SessionTurn | None) -> None:
+        """End a session's turn whose blocks are free, as on a lower tier."""
+        last = data.draw(st.sampled_from(sorted(self.tree.free)))
+        free = [key for key in self.tree.path(last) if not self.tree.refs[key]]
+        self._end_turn(free, turn)
+        self.seen["turns of free keys"] += turn is not None
+
+    @rule(turn=TURNS)
+    def end_without_blocks(self, turn: SessionTurn | None) -> None:
+        """End a session's turn whose request waits without blocks."""
+        self._end_turn([], turn)
+
+    def _end_turn(self, path: list[int], turn: SessionTurn | None) -> None:
+        """Begin and end a session's turn with the keys of ``path``, which no running sequence uses."""
         if turn is not None:
             self.evictor.began(keys([]), turn)
-            self.evictor.ended(keys(data.draw(st.sampled_from([free, []]))), turn)
+            self.evictor.ended(keys(path), turn)
 
     def _free(self, path: list[int]) -> None:
         """Remove a sequence from the users of some keys, and free the keys that no other running sequence uses."""
         if freed := self.tree.give(path):
             self.evictor.free(keys(freed))
 
+    @precondition(lambda self: self.tree.free)
     @rule(data=st.data())
     def evict(self, data: Any) -> None:
         """Evict some keys, sometimes more than are free, and check which keys the evictor chose."""
@@ -326,6 +336,7 @@ class EvictorConformance(Lasting, SpecConformance):
             "came back": 8,
             "without a parent": 50,
             "turns": 30,
+            "turns of free keys": 15,
         }
         seen.require(**least)
 

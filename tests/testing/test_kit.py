@@ -26,6 +26,7 @@ MODULES = [importlib.import_module(f"wrong.{m.name}") for m in pkgutil.iter_modu
 PLANTED = [(m, name) for m in MODULES for name in m.FAULTS]
 RIGHT = [(m, name) for m in MODULES for name in m.RIGHT]
 ALWAYS = 2  # faults of a module
+TOO_WEAK = "the test itself is too weak"  # a failure with this text does not catch a fault
 
 
 def outcomes(module, name, tests=()):
@@ -44,7 +45,8 @@ def outcomes(module, name, tests=()):
 def test_a_planted_fault_is_caught(module, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some faults write files into the current folder
     tests = module.FAULTS[name]
-    failed = {o.test.partition("[")[0] for o in outcomes(module, name, tests) if o.status == "failed"}
+    found = [o for o in outcomes(module, name, tests) if o.status == "failed" and TOO_WEAK not in o.text]
+    failed = {o.test.partition("[")[0] for o in found}
     assert set(tests) <= failed, f"{name} passes {sorted(set(tests) - failed)}"
 
 
