@@ -25,7 +25,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
 
-from .paged import EAGER, Paged, dense_pages
+from .paged import EAGER, Paged, dense_pages, window_sizes
 
 
 class FlashAttn(Paged):
@@ -43,22 +43,15 @@ class FlashAttn(Paged):
     ) -> None:
         spec, g = layer.spec, layer.group
         pages = dense_pages(meta, g, 0, len(meta.slots))
-        got, norm = flash_attn_varlen_func(
-            q,
-            layer.cache["k"],
-            layer.cache["v"],
-            cu_seqlens_q=meta.cu_q,
-            seqused_k=meta.kv_len[g],
-            page_table=pages,
-            max_seqlen_q=self._most_queries(meta),
-            max_seqlen_k=pages.shape[1] * meta.block,
-            softmax_scale=spec.softmax_scale,
-            causal=True,
-            window_size=(None, None) if spec.window is None else (spec.window - 1, 0),
-            learnable_sink=layer.sinks if spec.sinks else None,
-            softcap=spec.softcap or 0.0,
-            return_lse=lse is not None,
-        )
+        most_q = self._most_queries(meta)
+        most_k = pages.shape[1] * meta.block
+        window = window_sizes(spec, None)
+        sinks = layer.sinks if spec.sinks else None
+        rows: dict[str, Any] = {"cu_seqlens_q": meta.cu_q, "seqused_k": meta.kv_len[g], "page_table": pages}
+        rows |= {"max_seqlen_q": most_q, "max_seqlen_k": most_k}
+        how: dict[str, Any] = {"softmax_scale": spec.softmax_scale, "causal": True, "window_size": window}
+        how |= {"learnable_sink": sinks, "softcap": spec.softcap or 0.0, "return_lse": lse is not None}
+        got, norm = flash_attn_varlen_func(q, layer.cache["k"], layer.cache["v"], **rows, **how)
         out.copy_(got)
         if lse is not None:
             lse.copy_(norm.t())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
 
-from .paged import Paged, dense_pages, starts
+from .paged import Paged, dense_pages, starts, window_sizes
 
 
 class FlashAttn2(Paged):
@@ -33,30 +33,28 @@ class FlashAttn2(Paged):
         lse: Tensor | None = None,
     ) -> None:
         spec, n = layer.spec, meta.decode_rows
-        how: dict[str, Any] = {
-            "softmax_scale": spec.softmax_scale,
-            "causal": True,
-            "softcap": spec.softcap or 0.0,
-            "window_size": (-1, -1) if spec.window is None else (spec.window - 1, 0),
-        }
+        window = window_sizes(spec, -1)
+        how: dict[str, Any] = {"softmax_scale": spec.softmax_scale, "causal": True, "window_size": window}
+        how["softcap"] = spec.softcap or 0.0
         if n:
-            got, norm = flash_attn_with_kvcache(
-                q[:n].unsqueeze(1),
-                layer.cache["k"],
-                layer.cache["v"],
-                cache_seqlens=meta.kv_len[layer.group][:n],
-                block_table=dense_pages(meta, layer.group, 0, n),
-                return_softmax_lse=True,
-                **how,
-            )
-            out[:n].copy_(got.squeeze(1))  # [B, 1, heads, D]
+            got, norm = self._decode(layer, q[:n], meta, how)
+            out[:n].copy_(got)
             if lse is not None:
-                lse[:n].copy_(norm.squeeze(2))  # [B, heads, 1]
+                lse[:n].copy_(norm)
         if n < len(meta.slots):
             got, norm = self._longer(layer, q[n:], meta, n, how)
             out[n:].copy_(got)
             if lse is not None:
                 lse[n:].copy_(norm.t())
+
+    def _decode(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Compute attention for the queries of decode rows, and return the outputs [B, heads, D] and lse [B, heads]."""
+        n, cache = len(q), layer.cache
+        pages = dense_pages(meta, layer.group, 0, n)
+        lengths = meta.kv_len[layer.group][:n]
+        how = how | {"cache_seqlens": lengths, "block_table": pages, "return_softmax_lse": True}
+        got, norm = flash_attn_with_kvcache(q.unsqueeze(1), cache["k"], cache["v"], **how)
+        return got.squeeze(1), norm.squeeze(2)  # from [B, 1, heads, D] and [B, heads, 1]
 
     def _longer(
         self, layer: AttnLayer, q: Tensor, meta: AttnMeta, first: int, how: dict[str, Any]
@@ -64,21 +62,15 @@ class FlashAttn2(Paged):
         """Compute attention for the rows from the row ``first`` on, and return the outputs [T, heads, D] and lse
         [heads, T].
         """
-        g, pages = layer.group, dense_pages(meta, layer.group, first, len(meta.slots))
+        g, cache = layer.group, layer.cache
+        pages = dense_pages(meta, g, first, len(meta.slots))
         key = ("starts", g)
         if key not in meta.work:
-            meta.work[key] = (starts(meta.q_len[first:]), starts(meta.kv_len[g][first:]))
-        cu_q, cu_k = meta.work[key]
-        got, norm, _ = flash_attn_varlen_func(
-            q,
-            layer.cache["k"],
-            layer.cache["v"],
-            cu_q,
-            cu_k,
-            int(meta.host_q_len[first:].max()),
-            int(meta.host_kv_len[g, first:].max()),
-            block_table=pages,
-            return_attn_probs=True,
-            **how,
-        )
+            kv_len = meta.kv_len[g]
+            meta.work[key] = (starts(meta.q_len[first:]), starts(kv_len[first:]))
+        most_q = int(meta.host_q_len[first:].max())
+        most_k = int(meta.host_kv_len[g, first:].max())
+        lengths = (*meta.work[key], most_q, most_k)
+        how = how | {"block_table": pages, "return_attn_probs": True}
+        got, norm, _ = flash_attn_varlen_func(q, cache["k"], cache["v"], *lengths, **how)
         return got, norm

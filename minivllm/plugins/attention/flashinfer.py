@@ -86,18 +86,11 @@ class FlashInfer(Paged):
     def _decode(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor) -> None:
         spec, n = layer.spec, len(q)
         pages = dense_pages(meta, layer.group, 0, n)
-        xqa_batch_decode_with_kv_cache(
-            q,
-            (layer.cache["k"], layer.cache["v"]),
-            self._decode_space,
-            pages,
-            meta.kv_len[layer.group][:n],
-            pages.shape[1] * meta.block,
-            bmm1_scale=spec.softmax_scale,
-            window_left=_left(spec),
-            out=out,
-            kv_layout="NHD",
-        )
+        lengths = meta.kv_len[layer.group][:n]
+        most = pages.shape[1] * meta.block
+        cache = (layer.cache["k"], layer.cache["v"])
+        how = {"bmm1_scale": spec.softmax_scale, "window_left": _left(spec), "kv_layout": "NHD"}
+        xqa_batch_decode_with_kv_cache(q, cache, self._decode_space, pages, lengths, most, out=out, **how)
 
     def _planned(self, layer: AttnLayer, dtype: torch.dtype, meta: AttnMeta) -> Any:
         """Return the wrapper that is planned for this step and for layers of this kind."""
@@ -108,22 +101,12 @@ class FlashInfer(Paged):
         if found is None:
             mine = self._next(kind)
             indptr, last, indices = ragged_pages(meta, layer.group, meta.decode_rows)
-            cu_q = starts(torch.from_numpy(meta.host_q_len[meta.decode_rows :].astype("int32")))
-            mine.wrapper.plan(
-                cu_q,
-                indptr,
-                indices,
-                last,
-                spec.heads,
-                spec.kv_heads,
-                spec.dim_qk,
-                meta.block,
-                causal=True,
-                sm_scale=spec.softmax_scale,
-                window_left=_left(spec),
-                q_data_type=dtype,
-                kv_data_type=dtype,
-            )
+            q_len = meta.host_q_len[meta.decode_rows :].astype("int32")
+            cu_q = starts(torch.from_numpy(q_len))
+            sizes = (spec.heads, spec.kv_heads, spec.dim_qk, meta.block)
+            how = {"sm_scale": spec.softmax_scale, "window_left": _left(spec)}
+            dtypes = {"q_data_type": dtype, "kv_data_type": dtype}
+            mine.wrapper.plan(cu_q, indptr, indices, last, *sizes, causal=True, **how, **dtypes)
             mine.mark(meta.table.device)
             found = meta.work[key] = mine.wrapper
         return found

@@ -56,22 +56,37 @@ def _distance(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.devi
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     meta, pages = _meta(block, device)
-    cache = {name: drawn(pages, block, spec.kv_heads, spec.dim_qk) for name in ("k", "v")}
+    shape = (pages, block, spec.kv_heads, spec.dim_qk)
+    cache = {name: drawn(*shape) for name in ("k", "v")}
     for tensor in cache.values():
-        tensor[0] = torch.nan  # the null block
-        for blocks, length in zip(meta.table[0].tolist(), ALL, strict=True):
-            if length % block:
-                tensor[blocks[length // block], length % block :] = torch.nan
-    sinks = drawn(spec.heads).float() if spec.sinks else None
+        _spoil_unused(tensor, meta.table[0].tolist())
+    sinks = None
+    if spec.sinks:
+        sinks = drawn(spec.heads).float()
     layer = AttnLayer(0, 0, spec, cache, sinks)
     q = drawn(sum(NEW), spec.heads, spec.dim_qk)
-    found, want = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
+    found = torch.full_like(q, torch.nan)
+    want = torch.full_like(q, torch.nan)
     kernel: Any = kernel_module()
-    kernel.attend(layer, q, meta, found, None, _tiles(spec, LINES, device), VARIANTS[spec.dim_qk])
+    tiles = _tiles(spec, LINES, device)
+    kernel.attend(layer, q, meta, found, None, tiles, VARIANTS[spec.dim_qk])
     lines = triton_prefill.tile_lines(spec.heads // spec.kv_heads, max(NEW))
-    triton_prefill.prefill(layer, q, meta, want, None, _tiles(spec, lines, device))
-    distance = (found.float() - want.float()).norm(dim=2) / want.float().norm(dim=2)
+    tiles = _tiles(spec, lines, device)
+    triton_prefill.prefill(layer, q, meta, want, None, tiles)
+    found, want = found.float(), want.float()
+    norms = want.norm(dim=2)
+    distance = (found - want).norm(dim=2) / norms
     return float(distance.max())
+
+
+def _spoil_unused(tensor: Tensor, table: list[list[int]]) -> None:
+    """Write NaN to the null block, and behind the end of each row, where no kernel may read."""
+    tensor[0] = torch.nan  # the null block
+    block = tensor.shape[1]
+    for blocks, length in zip(table, ALL, strict=True):
+        full, rest = divmod(length, block)
+        if rest:
+            tensor[blocks[full], rest:] = torch.nan
 
 
 def _meta(block: int, device: torch.device) -> tuple[Any, int]:
@@ -79,25 +94,36 @@ def _meta(block: int, device: torch.device) -> tuple[Any, int]:
     blocks.
     """
     counts = [-(-length // block) for length in ALL]
-    order = np.random.default_rng(0).permutation(np.arange(1, sum(counts) + 1))
+    total = sum(counts)
+    numbers = np.arange(1, total + 1)
+    order = np.random.default_rng(0).permutation(numbers)
+    ends = np.cumsum(counts)
     table = np.zeros((1, len(ALL), max(counts) + 1), np.int32)
-    for row, blocks in enumerate(np.split(order, np.cumsum(counts)[:-1])):
+    for row, blocks in enumerate(np.split(order, ends[:-1])):
         table[0, row, : len(blocks)] = blocks
 
     def put(values: Any, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    starts = np.concatenate([[0], np.cumsum(NEW)])
-    slots = put(list(range(len(ALL))), torch.int64)
-    meta = SimpleNamespace(table=put(table), slots=slots, kv_len=put([ALL]), cu_q=put(starts), block=block)
-    return meta, 1 + sum(counts)
+    rows = list(range(len(ALL)))
+    meta = SimpleNamespace(block=block)
+    meta.table = put(table)
+    meta.slots = put(rows, torch.int64)
+    meta.kv_len = put([ALL])
+    meta.cu_q = put([0, *np.cumsum(NEW)])
+    return meta, 1 + total
 
 
 def _tiles(spec: AttnSpec, lines: int, device: torch.device) -> triton_prefill.Tiles:
     """Return the tiles of the rows, with some empty ones at the end."""
-    lengths = np.array(NEW, np.int32), np.array(ALL, np.int32)
-    row, token = triton_prefill.make_tiles(*lengths, 0, lines // (spec.heads // spec.kv_heads))
+    new = np.array(NEW, np.int32)
+    length = np.array(ALL, np.int32)
+    group = spec.heads // spec.kv_heads
+    row, token = triton_prefill.make_tiles(new, length, 0, lines // group)
     count = torch.tensor([len(row)], dtype=torch.int32, device=device)
-    row = np.concatenate([row, np.full(SPARE_TILES, -1, np.int32)])
-    token = np.concatenate([token, np.zeros(SPARE_TILES, np.int32)])
-    return triton_prefill.Tiles(torch.from_numpy(row).to(device), torch.from_numpy(token).to(device), lines, count)
+
+    def padded(values: np.ndarray, spare: int) -> Tensor:
+        spares = np.full(SPARE_TILES, spare, np.int32)
+        return torch.from_numpy(np.concatenate([values, spares])).to(device)
+
+    return triton_prefill.Tiles(padded(row, -1), padded(token, 0), lines, count)

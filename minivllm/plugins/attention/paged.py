@@ -105,18 +105,36 @@ def ragged_pages(meta: AttnMeta, group: int, first: int) -> tuple[Tensor, Tensor
     has their exact lengths.
     """
     key = ("ragged", group, first)
-    found = meta.work.get(key)
-    if found is None:
+    if key not in meta.work:
         lens = meta.host_kv_len[group, first:].astype(np.int64)
         counts = -(-lens // meta.block)
         indptr = np.concatenate([[0], np.cumsum(counts)])
-        row = np.repeat(np.arange(first, first + len(lens)), counts)
-        column = np.arange(indptr[-1]) - np.repeat(indptr[:-1], counts)
-        at = torch.from_numpy(np.stack([row, column])).to(meta.table.device, non_blocking=True)
-        indices = meta.table[group][meta.slots[at[0]], at[1]]
-        i32 = lambda x: torch.from_numpy(x.astype(np.int32))  # noqa: E731
-        found = meta.work[key] = (i32(indptr), i32(lens - (counts - 1) * meta.block), indices)
+        rows = np.arange(first, first + len(lens))
+        row = np.repeat(rows, counts)
+        before = np.repeat(indptr[:-1], counts)
+        column = np.arange(indptr[-1]) - before
+        at = torch.from_numpy(np.stack([row, column]))
+        at = at.to(meta.table.device, non_blocking=True)
+        slots = meta.slots[at[0]]
+        last = lens - (counts - 1) * meta.block
+        indices = meta.table[group][slots, at[1]]
+        meta.work[key] = _host_i32(indptr), _host_i32(last), indices
+    found: tuple[Tensor, Tensor, Tensor] = meta.work[key]
     return found
+
+
+def _host_i32(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32))
+
+
+def window_sizes(spec: AttnSpec, unlimited: int | None) -> tuple[int | None, int | None]:
+    """Return how many positions before and behind its own a query may see, as FlashAttention expects them.
+
+    ``unlimited`` is the library's value for no limit.
+    """
+    if spec.window is None:
+        return unlimited, unlimited
+    return spec.window - 1, 0
 
 
 def starts(lengths: Tensor) -> Tensor:

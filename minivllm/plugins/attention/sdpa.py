@@ -38,7 +38,8 @@ class Limits:
     batch_pairs: int = 1 << 20  # number of query-key pairs that take as long as one more batch of prefill rows
 
 
-CPU, GPU = Limits(gather=2 << 20, batch_pairs=1 << 12), Limits(gather=256 << 20)
+CPU = Limits(gather=2 << 20, batch_pairs=1 << 12)
+GPU = Limits(gather=256 << 20)
 
 
 @dataclass(frozen=True)
@@ -127,16 +128,17 @@ class Sdpa(AttentionBackend):
         batches = meta.work.get(key)
         if batches is None:
             dtype = torch.float32 if explicit else q.dtype
-            batches = meta.work[key] = make_batches(
-                meta, layer.group, spec, dtype, q.element_size(), not explicit, self.limits
-            )
+            element = q.element_size()
+            batches = make_batches(meta, layer.group, spec, dtype, element, not explicit, self.limits)
+            meta.work[key] = batches
         for b in batches:
             k, v = self._load(layer, b.slots, q.dtype)
             queries = q[b.tokens].view(b.rows, b.queries, spec.heads, spec.dim_qk)
             if explicit:
                 bias = None
                 if b.ahead is not None:
-                    bias = b.ahead * layer.slopes[:, None, None]  # type: ignore[index]  # such a layer has slopes
+                    slope_of_head = layer.slopes[:, None, None]  # type: ignore[index]  # such a layer has slopes
+                    bias = b.ahead * slope_of_head
                 o, norm = attend_explicit(queries, k, v, b.mask, spec, layer.sinks, bias)
                 if lse is not None:
                     _put(lse, b, norm)
@@ -152,18 +154,23 @@ class Sdpa(AttentionBackend):
         """
         cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}
         k, v = self.ctx.kv_format.load(cache, slots, dtype)
-        return k, v[..., : layer.spec.dim_v] if layer.spec.v_in_k else v
+        if layer.spec.v_in_k:
+            v = v[..., : layer.spec.dim_v]
+        return k, v
 
 
 def _put(out: Tensor, b: SdpaBatch, x: Tensor) -> None:
     """Write the result x [B, Lq, ...] of a batch to the tokens of the batch in ``out`` [T, ...]; padding is dropped."""
+    if isinstance(b.tokens, slice) and b.real is None:
+        out[b.tokens].view(x.shape).copy_(x)
+        return
+    tokens = b.tokens
+    rows = x.flatten(0, 1)
     if b.real is not None:
         assert b.out is not None
-        out.index_copy_(0, b.out, x.flatten(0, 1).index_select(0, b.real).to(out.dtype))
-    elif isinstance(b.tokens, slice):
-        out[b.tokens].view(x.shape).copy_(x)
-    else:
-        out.index_copy_(0, b.tokens, x.flatten(0, 1).to(out.dtype))
+        tokens = b.out
+        rows = rows.index_select(0, b.real)
+    out.index_copy_(0, tokens, rows.to(out.dtype))  # type: ignore[arg-type]  # a slice was handled above
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttnSpec) -> Tensor:
@@ -173,7 +180,9 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttnS
     """
     rows = q.shape[0]
     q = q.view(rows, spec.kv_heads, -1, spec.dim_qk)
-    o = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask, scale=spec.softmax_scale)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    o = F.scaled_dot_product_attention(q, k, v, mask, scale=spec.softmax_scale)
     return o.reshape(rows, 1, spec.heads, spec.dim_v)
 
 
@@ -183,8 +192,12 @@ def attend_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attn
     KV heads are repeated, because the fused kernels for CPUs and float32 do not support grouped queries.
     """
     if spec.heads != spec.kv_heads:
-        k, v = (x.repeat_interleave(spec.heads // spec.kv_heads, dim=2) for x in (k, v))
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        group = spec.heads // spec.kv_heads
+        k = k.repeat_interleave(group, dim=2)
+        v = v.repeat_interleave(group, dim=2)
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=spec.softmax_scale)
     return o.transpose(1, 2)
 
@@ -202,9 +215,12 @@ def attend_explicit(
 
     ``bias`` [B, heads, Lq, Lk] is added to the scaled and capped scores."""
     rows, n = q.shape[:2]
-    shape = (rows, spec.kv_heads, -1, n)
-    q = q.float().permute(0, 2, 1, 3).reshape(rows, spec.kv_heads, -1, spec.dim_qk)
-    s = (q @ k.float().permute(0, 2, 3, 1)).view(*shape, k.shape[1]) * spec.softmax_scale
+    kv_heads, keys = spec.kv_heads, k.shape[1]
+    shape = (rows, kv_heads, -1, n)
+    by_head = q.float().permute(0, 2, 1, 3)
+    queries = by_head.reshape(rows, kv_heads, -1, spec.dim_qk)
+    products = queries @ k.float().permute(0, 2, 3, 1)
+    s = products.view(*shape, keys) * spec.softmax_scale
     if spec.softcap is not None:
         s = spec.softcap * torch.tanh(s / spec.softcap)
     s = s + mask.unsqueeze(2)  # type: ignore[union-attr]  # a batch without a mask is not computed here
@@ -212,16 +228,18 @@ def attend_explicit(
         s = s + bias.view(s.shape)
     peak = s.amax(dim=-1, keepdim=True)
     if spec.sinks:
-        sink = sinks.view(1, spec.kv_heads, -1, 1, 1)  # type: ignore[union-attr]  # as the spec says
+        sink = sinks.view(1, kv_heads, -1, 1, 1)  # type: ignore[union-attr]  # as the spec says
         peak = torch.maximum(peak, sink)
     p = (s - peak).exp_()
     total = p.sum(dim=-1, keepdim=True)
     if spec.sinks:
         total = total + (sink - peak).exp_()
-    o = p.view(rows, spec.kv_heads, -1, k.shape[1]) @ v.float().permute(0, 2, 1, 3)
-    o = o.view(*shape, spec.dim_v) / total
-    lse = (peak + total.log()).view(rows, spec.heads, n).transpose(1, 2)
-    return o.reshape(rows, spec.heads, n, spec.dim_v).transpose(1, 2), lse
+    weights = p.view(rows, kv_heads, -1, keys)
+    summed = weights @ v.float().permute(0, 2, 1, 3)
+    o = summed.view(*shape, spec.dim_v) / total
+    outputs = o.reshape(rows, spec.heads, n, spec.dim_v)
+    lse = (peak + total.log()).view(rows, spec.heads, n)
+    return outputs.transpose(1, 2), lse.transpose(1, 2)
 
 
 def make_batches(
@@ -233,18 +251,24 @@ def make_batches(
     n = meta.decode_rows
     if n:
         lens = np.maximum(meta.host_kv_len[group, :n], 1)
-        lens = lens if spec.window is None else np.minimum(lens, spec.window)
+        if spec.window is not None:
+            lens = np.minimum(lens, spec.window)
         for rows, longest in split_by_length(lens, token_bytes, limits):
-            batches.append(decode_batch(meta, group, spec, rows, longest, dtype))
+            batch = decode_batch(meta, group, spec, rows, longest, dtype)
+            batches.append(batch)
     fresh: list[KVPiece] = []
     masked: list[KVPiece] = []
     # with the explicit softmax a batch has fewer pairs, because it stores the scores of all heads
     pairs = limits.pairs if causal else limits.pairs // 4
     for piece in prefill_pieces(meta, group, spec.window, causal, pairs):
-        (fresh if piece.causal else masked).append(piece)
-    price, most = limits.batch_pairs, limits.gather * spec.kv_heads // (spec.heads * token_bytes)
-    batches += [prefill_batch(meta, group, spec, g, None) for g in join(fresh, price, 1 << 62, most)]
-    batches += [prefill_batch(meta, group, spec, g, dtype) for g in join(masked, price, pairs, most)]
+        pieces = fresh if piece.causal else masked
+        pieces.append(piece)
+    price = limits.batch_pairs
+    most = limits.gather * spec.kv_heads // (spec.heads * token_bytes)
+    for joined in join(fresh, price, 1 << 62, most):
+        batches.append(prefill_batch(meta, group, spec, joined, None))
+    for joined in join(masked, price, pairs, most):
+        batches.append(prefill_batch(meta, group, spec, joined, dtype))
     return batches
 
 
@@ -253,24 +277,32 @@ def split_by_length(lens: np.ndarray, token_bytes: int, limits: Limits) -> list[
 
     A group is added only if it saves more copying than it costs.  No group gathers more than the limit.
     """
+    count = len(lens)
     longest = int(lens.max())
-    waste = int(longest * len(lens) - lens.sum()) * token_bytes
-    if waste <= limits.batch_bytes:
+    padding = int(longest * count - lens.sum())
+    groups: list[tuple[slice | np.ndarray, int]] = []
+    if padding * token_bytes <= limits.batch_bytes:
         step = max(1, limits.gather // (longest * token_bytes))
-        return [(slice(a, min(a + step, len(lens))), longest) for a in range(0, len(lens), step)]
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            groups.append((slice(start, stop), longest))
+        return groups
     order = np.argsort(-lens, kind="stable")
     sizes = lens[order]
-    edges = [0]
     # lengths within a class differ by a factor of up to 1.4
-    for edge in np.flatnonzero(np.diff(np.ceil(2 * np.log2(sizes)))) + 1:
-        if (sizes[edges[-1]] - sizes[edge]) * (len(lens) - edge) * token_bytes > limits.batch_bytes:
+    classes = np.ceil(2 * np.log2(sizes))
+    edges = [0]
+    for edge in np.flatnonzero(np.diff(classes)) + 1:
+        saved = (sizes[edges[-1]] - sizes[edge]) * (count - edge)
+        if saved * token_bytes > limits.batch_bytes:
             edges.append(int(edge))
-    groups: list[tuple[slice | np.ndarray, int]] = []
-    for a, b in zip(edges, [*edges[1:], len(lens)], strict=True):
-        while a < b:
-            step = max(1, limits.gather // (int(sizes[a]) * token_bytes))
-            groups.append((np.sort(order[a : min(a + step, b)]), int(sizes[a])))
-            a += step
+    for start, stop in zip(edges, [*edges[1:], count], strict=True):
+        while start < stop:
+            size = int(sizes[start])
+            step = max(1, limits.gather // (size * token_bytes))
+            rows = order[start : min(start + step, stop)]
+            groups.append((np.sort(rows), size))
+            start += step
     return groups
 
 
@@ -283,39 +315,56 @@ def decode_batch(
     """
     device, window = meta.table.device, spec.window
     pick = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device)
-    last = (meta.kv_len[group][pick].long() - 1).clamp_(min=0).unsqueeze(1)
-    pos = torch.arange(-(-longest // 8) * 8, device=device).unsqueeze(0)  # a multiple of 8 for GPU kernels' masks
+    lengths = meta.kv_len[group][pick].long()
+    last = (lengths - 1).clamp_(min=0).unsqueeze(1)
+    width = -(-longest // 8) * 8  # a multiple of 8 for GPU kernels' masks
+    pos = torch.arange(width, device=device).unsqueeze(0)
     if window is not None:
-        pos = pos + (last - (window - 1)).clamp_(min=0)
+        first = last - (window - 1)
+        pos = pos + first.clamp_(min=0)
     slots = slots_of(meta, group, meta.slots[pick], torch.minimum(pos, last))
-    mask = torch.zeros(slots.shape, dtype=dtype, device=device).masked_fill_(pos > last, -torch.inf)
-    ahead = None if spec.alibi is None else (pos - last).float()[:, None, None]
+    mask = torch.zeros(slots.shape, dtype=dtype, device=device)
+    mask.masked_fill_(pos > last, -torch.inf)
+    ahead = None
+    if spec.alibi is not None:
+        distance = (pos - last).float()
+        ahead = distance[:, None, None]
     return SdpaBatch(len(slots), 1, pick, slots, mask[:, None, None], ahead)
 
 
 def slots_of(meta: AttnMeta, group: int, rows: Tensor, pos: Tensor) -> Tensor:
     """Return the flat cache slots i64 [B, L] of positions i64 [B, L] of the sequences in slots ``rows`` i64 [B]."""
-    blocks = meta.table[group].index_select(0, rows).gather(1, pos // meta.block)
+    tables = meta.table[group].index_select(0, rows)
+    blocks = tables.gather(1, pos // meta.block)
     return blocks.long() * meta.block + pos % meta.block
 
 
 def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool, pairs: int) -> list[KVPiece]:
     """Return the rows after the decode rows, divided if a row has too many query-key pairs for one mask."""
-    first_row, sees = meta.decode_rows, meta.host_sees
-    start, pieces = first_row, []
-    lens = zip(meta.host_q_len[first_row:].tolist(), meta.host_kv_len[group, first_row:].tolist(), strict=True)
-    for row, (n, kv) in enumerate(lens, first_row):
+    first_row = meta.decode_rows
+    sees = meta.host_sees
+    start = first_row
+    pieces = []
+    q_lens = meta.host_q_len[first_row:].tolist()
+    kv_lens = meta.host_kv_len[group, first_row:].tolist()
+    for row, (n, kv) in enumerate(zip(q_lens, kv_lens, strict=True), first_row):
         pos = kv - n
-        ahead = sees is not None and bool((sees[start : start + n] > np.arange(pos, pos + n)).any())
-        whole = causal and not ahead and pos == 0 and n > 1 and (window is None or n <= window)
+        ahead = False
+        if sees is not None:
+            own = np.arange(pos, pos + n)
+            ahead = bool((sees[start : start + n] > own).any())
+        in_window = window is None or n <= window
+        whole = causal and not ahead and pos == 0 and n > 1 and in_window
         step = n if whole else max(1, pairs // max(kv, 1))
         for i in range(0, n, max(step, 1)):
-            first = 0 if window is None else max(0, pos + i + 1 - window)
             count = min(step, n - i)
-            last = pos + i + count - 1
+            begin, first_pos = start + i, pos + i
+            first = 0 if window is None else max(0, first_pos + 1 - window)
+            last = first_pos + count - 1
             if ahead and sees is not None:
-                last = int(sees[start + i : start + i + count].max())
-            pieces.append(KVPiece(row, start + i, count, pos + i, first, last, whole))
+                last = int(sees[begin : begin + count].max())
+            piece = KVPiece(row, begin, count, first_pos, first, last, whole)
+            pieces.append(piece)
         start += n
     return pieces
 
@@ -329,15 +378,19 @@ def join(pieces: list[KVPiece], price: int, pairs: int, tokens: int) -> list[lis
     groups: list[list[KVPiece]] = []
     exact = queries = keys = 0
     for piece in sorted(pieces, key=lambda p: (p.n, p.keys), reverse=True):
+        own = piece.n * piece.keys
         rows = len(groups[-1]) + 1 if groups else 0
         q, k = max(queries, piece.n), max(keys, piece.keys)
-        exact += piece.n * piece.keys
-        if rows and rows * q * k <= min(exact + price * rows, pairs) and rows * k <= tokens:
+        exact += own
+        padded = rows * q * k
+        worth = padded <= min(exact + price * rows, pairs)
+        if rows and worth and rows * k <= tokens:
             groups[-1].append(piece)
             queries, keys = q, k
         else:
             groups.append([piece])
-            exact, queries, keys = piece.n * piece.keys, piece.n, piece.keys
+            exact = own
+            queries, keys = piece.n, piece.keys
     return groups
 
 
@@ -348,28 +401,44 @@ def prefill_batch(
 
     ``dtype`` None makes no mask, for rows that start at position 0 and are causal.
     """
-    device, window = meta.table.device, spec.window
-    fields = [(p.row, p.start, p.n, p.pos, p.first, p.last) for p in pieces]
-    row, start, n, pos, first, last = np.array(fields).T[..., None]
-    queries, keys = int(n.max()), max(p.keys for p in pieces)
+    device = meta.table.device
+    fields = np.array([(p.row, p.start, p.n, p.pos, p.first, p.last) for p in pieces])
+    row, start, n, pos, first, last = fields.T[..., None]
+    queries = int(n.max())
+    keys = max(piece.keys for piece in pieces)
+    if dtype is not None:
+        keys = -(-keys // 8) * 8
     index = np.arange(queries)
     token = start + np.minimum(index, n - 1)
-    tokens: slice | Tensor = slice(int(start[0, 0]), int(start[0, 0]) + queries)
+    begin = int(start[0, 0])
+    tokens: slice | Tensor = slice(begin, begin + queries)
     real = out = None
     if len(pieces) > 1:
-        tokens, real = (torch.from_numpy(x).to(device) for x in (token.ravel(), np.flatnonzero(index < n)))
+        tokens = torch.from_numpy(token.ravel()).to(device)
+        filled = np.flatnonzero(index < n)
+        real = torch.from_numpy(filled).to(device)
         out = tokens[real]
-    row_d, n_d, pos_d, first_d, last_d = (torch.from_numpy(x.copy()).to(device) for x in (row, n, pos, first, last))
-    keys = keys if dtype is None else -(-keys // 8) * 8
-    at = first_d + torch.arange(keys, device=device)  # position of each key, [B, Lk]
-    slots = slots_of(meta, group, meta.slots[row_d[:, 0]], torch.minimum(at, last_d))
+
+    def moved(column: np.ndarray) -> Tensor:
+        return torch.from_numpy(column.copy()).to(device)
+
+    at = moved(first) + torch.arange(keys, device=device)  # position of each key, [B, Lk]
+    row_slots = meta.slots[moved(row)[:, 0]]
+    slots = slots_of(meta, group, row_slots, torch.minimum(at, moved(last)))
     mask = ahead = None
     if dtype is not None:
-        asks = (pos_d + torch.minimum(torch.arange(queries, device=device), n_d - 1)).unsqueeze(2)  # [B, Lq, 1]
-        sees = asks if meta.host_sees is None else torch.from_numpy(meta.host_sees[token]).to(device).unsqueeze(2)
-        hidden = at.unsqueeze(1) > sees
-        if window is not None:
-            hidden |= at.unsqueeze(1) <= asks - window
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
-        ahead = None if spec.alibi is None else (at.unsqueeze(1) - asks).float().unsqueeze(1)
+        query = torch.arange(queries, device=device)
+        asks = moved(pos) + torch.minimum(query, moved(n) - 1)
+        asks = asks.unsqueeze(2)  # position of each query, [B, Lq, 1]
+        sees = asks
+        if meta.host_sees is not None:
+            sees = torch.from_numpy(meta.host_sees[token]).to(device).unsqueeze(2)
+        key = at.unsqueeze(1)
+        hidden = key > sees
+        if spec.window is not None:
+            hidden |= key <= asks - spec.window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+        mask = mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)
+        if spec.alibi is not None:
+            ahead = (key - asks).float().unsqueeze(1)
     return SdpaBatch(len(pieces), queries, tokens, slots, mask, ahead, real, out)

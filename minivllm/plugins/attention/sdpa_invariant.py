@@ -29,7 +29,9 @@ from minivllm.core.interfaces.kvformat import KVFormat
 from minivllm.device.layers.invariant import same_at_every_place
 from minivllm.errors import PluginError
 
-LINES, KEYS, PAIRS = 16, 64, 16
+LINES = 16  # queries of an item
+KEYS = 64  # keys of a tile
+PAIRS = 16  # pairs of an item and a tile in a call of the matrix library
 # largest number of (item, key tile) pairs that are computed in a call; it limits the memory and does not affect results
 MOST_PAIRS = 1024
 # largest number of key tiles, over all KV heads, that several rows read together; a single row may have more
@@ -68,20 +70,30 @@ def make_keys(meta: AttnMeta, group: int, spec: AttnSpec) -> list[Keys]:
 
     A group has at most ``MOST_TILES`` tiles, or one row.
     """
-    q_len, kv_len = meta.q_len.numpy().astype(np.int64), meta.kv_len[group].numpy().astype(np.int64)
+    q_len = meta.q_len.numpy().astype(np.int64)
+    kv_len = meta.kv_len[group].numpy().astype(np.int64)
+    rows = len(q_len)
     first = np.maximum(kv_len - q_len, 0)
-    low = np.zeros(len(q_len), np.int64) if spec.window is None else np.maximum(first - spec.window + 1, 0)
-    begin, last = low // KEYS, np.maximum(kv_len - 1, 0)
+    low = np.zeros(rows, np.int64)
+    if spec.window is not None:
+        low = np.maximum(first - spec.window + 1, 0)
+    begin = low // KEYS
+    last = np.maximum(kv_len - 1, 0)
     tiles = last // KEYS - begin + 1
-    most, found, at = MOST_TILES // spec.kv_heads, [], 0
+    most = MOST_TILES // spec.kv_heads
     total = np.cumsum(tiles)
-    while at < len(q_len):
-        end = max(int(np.searchsorted(total, most + (total[at - 1] if at else 0), "right")), at + 1)
-        some = np.arange(at, end)
-        offset = np.cumsum(tiles[some]) - tiles[some]
+    found = []
+    start = 0
+    while start < rows:
+        before = total[start - 1] if start else 0
+        fitting = int(np.searchsorted(total, most + before, "right"))
+        stop = max(fitting, start + 1)
+        some = np.arange(start, stop)
         slots = _slots(meta, group, some, begin[some], tiles[some], low[some], last[some])
-        found.append(Keys(slots, _make_items(meta, spec, some, first[some], begin[some] - offset)))
-        at = end
+        offset = np.cumsum(tiles[some]) - tiles[some]
+        items = _make_items(meta, spec, some, first[some], begin[some] - offset)
+        found.append(Keys(slots, items))
+        start = stop
     return found
 
 
@@ -95,13 +107,22 @@ def _slots(
     last: np.ndarray,
 ) -> Tensor:
     """Return the cache slots [T, KEYS] of the tiles of these rows, clipped to the positions [low, last] of each row."""
-    row = np.repeat(np.arange(len(rows)), tiles)
-    tile = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles) + begin[row]
-    key = tile[:, None] * KEYS + np.arange(KEYS)
-    key = torch.from_numpy(np.clip(key, low[row, None], last[row, None]))
-    table = meta.table[group].index_select(0, meta.slots[torch.from_numpy(rows)])
+    row, nth = _numbered(tiles)
+    tile = nth + begin[row]
+    position = tile[:, None] * KEYS + np.arange(KEYS)
+    clipped = np.clip(position, low[row, None], last[row, None])
+    key = torch.from_numpy(clipped)
+    slots = meta.slots[torch.from_numpy(rows)]
+    table = meta.table[group].index_select(0, slots)
     blocks = table[torch.from_numpy(row)[:, None], key // meta.block]
     return blocks.long() * meta.block + key % meta.block
+
+
+def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the index of each element's group and its index in the group, for groups of ``counts`` elements."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    before = np.cumsum(counts) - counts
+    return group, np.arange(len(group)) - before[group]
 
 
 def _make_items(meta: AttnMeta, spec: AttnSpec, rows: np.ndarray, first: np.ndarray, shift: np.ndarray) -> list[Items]:
@@ -112,15 +133,17 @@ def _make_items(meta: AttnMeta, spec: AttnSpec, rows: np.ndarray, first: np.ndar
     """
     heads = spec.heads // spec.kv_heads
     every = meta.q_len.numpy().astype(np.int64)
-    start, q_len = (np.cumsum(every) - every)[rows], every[rows]
-    counts = -(-q_len * heads // LINES)
-    row = np.repeat(np.arange(len(q_len)), counts)
-    first_line = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * LINES
-    line = first_line[:, None] + np.arange(LINES)
-    last_line = (q_len * heads - 1)[row][:, None]
-    real, line = line <= last_line, np.minimum(line, last_line)
-    token = start[row][:, None] + line // heads
-    position = first[row][:, None] + line // heads
+    starts = np.cumsum(every) - every
+    start, q_len = starts[rows], every[rows]
+    lines = q_len * heads
+    row, nth = _numbered(-(-lines // LINES))
+    line = nth[:, None] * LINES + np.arange(LINES)
+    last_line = (lines - 1)[row][:, None]
+    real = line <= last_line
+    line = np.minimum(line, last_line)
+    query = line // heads
+    token = start[row][:, None] + query
+    position = first[row][:, None] + query
     low = np.zeros(len(row), np.int64)
     if spec.window is not None:
         low = np.maximum(position[:, 0] - spec.window + 1, 0)
@@ -128,13 +151,17 @@ def _make_items(meta: AttnMeta, spec: AttnSpec, rows: np.ndarray, first: np.ndar
     found = []
     for n in np.unique(tiles).tolist():
         at = np.flatnonzero(tiles == n)
-        whole = PAIRS // gcd(PAIRS, n * spec.kv_heads)
-        step = max(whole, MOST_PAIRS // (n * spec.kv_heads) // whole * whole)
-        for part in (at[i : i + step] for i in range(0, len(at), step)):
-            pick = np.concatenate([part, np.repeat(part[-1:], -len(part) % whole)])
+        pairs = n * spec.kv_heads
+        whole = PAIRS // gcd(PAIRS, pairs)
+        step = max(whole, MOST_PAIRS // pairs // whole * whole)
+        for i in range(0, len(at), step):
+            part = at[i : i + step]
+            spare = np.repeat(part[-1:], -len(part) % whole)
+            pick = np.concatenate([part, spare])
             shown = real[pick]
             shown[len(part) :] = False
-            made = _items(spec, token[pick], line[pick] % heads, shown, position[pick], low[pick], n, shift[row[pick]])
+            head = line[pick] % heads
+            made = _items(spec, token[pick], head, shown, position[pick], low[pick], n, shift[row[pick]])
             found.append(made)
     return found
 
@@ -144,10 +171,13 @@ def sizes(n: np.ndarray) -> np.ndarray:
 
     This gives few different sizes, and adds at most an eighth to many tiles.
     """
-    power = 1 << np.ceil(np.log2(n)).astype(np.int64)
-    few = np.where((n > 2) & (n <= power * 3 // 4), power * 3 // 4, power)
+    exponent = np.ceil(np.log2(n)).astype(np.int64)
+    power = 1 << exponent
+    three_quarters = power * 3 // 4
+    few = np.where((n > 2) & (n <= three_quarters), three_quarters, power)
     step = np.maximum(power // 16, 1)
-    return np.where(n > 16, -(-n // step) * step, few)
+    many = -(-n // step) * step
+    return np.where(n > 16, many, few)
 
 
 def _items(
@@ -160,19 +190,26 @@ def _items(
     n: int,
     shift: np.ndarray,
 ) -> Items:
-    key = (low // KEYS * KEYS)[:, None] + np.arange(n * KEYS)
+    """Return items with ``n`` key tiles each; ``low`` is the first position that a query of each item sees."""
+    first = low // KEYS
+    key = (first * KEYS)[:, None] + np.arange(n * KEYS)
     ahead = key[:, None] - position[:, :, None]
     hidden = ahead > 0
     if spec.window is not None:
         hidden |= ahead <= -spec.window
-    by_tile = lambda x: torch.from_numpy(  # noqa: E731
-        np.ascontiguousarray(x.reshape(len(token), LINES, n, KEYS).swapaxes(1, 2)[:, None])
-    )
+
+    def by_tile(x: np.ndarray) -> Tensor:
+        tiled = x.reshape(len(token), LINES, n, KEYS).swapaxes(1, 2)
+        return torch.from_numpy(np.ascontiguousarray(tiled[:, None]))
+
     # a tile after the item's last one is masked completely, so any existing tile can replace it
-    tile = np.minimum((low // KEYS)[:, None] + np.arange(n), position[:, -1:] // KEYS) - shift[:, None]
-    given = [torch.from_numpy(np.ascontiguousarray(x)) for x in (token, head, real)]
-    distance = None if spec.alibi is None else by_tile(ahead.astype(np.float32))
-    return Items(given[0], given[1], given[2], tile, by_tile(hidden), distance)
+    last = position[:, -1:] // KEYS
+    tile = np.minimum(first[:, None] + np.arange(n), last) - shift[:, None]
+    tokens, heads, reals = (torch.from_numpy(np.ascontiguousarray(x)) for x in (token, head, real))
+    distance = None
+    if spec.alibi is not None:
+        distance = by_tile(ahead.astype(np.float32))
+    return Items(tokens, heads, reals, tile, by_tile(hidden), distance)
 
 
 def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None) -> None:
@@ -181,20 +218,24 @@ def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tens
     key = ("invariant", layer.group, spec.window, spec.heads, spec.alibi is None)
     every = meta.work.get(key)
     if every is None:
-        every = meta.work[key] = make_keys(meta, layer.group, spec)
-    cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}
-    heads = (len(q), spec.kv_heads, -1)
+        every = make_keys(meta, layer.group, spec)
+        meta.work[key] = every
     if not every:
         return
-    room = _room(meta, spec, max(len(keys.slots) for keys in every))
+    cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}
+    by_head = out.view(len(q), spec.kv_heads, -1, spec.dim_v)
+    lse_by_head = None if lse is None else lse.view(len(q), spec.kv_heads, -1)
+    most = max(len(keys.slots) for keys in every)
+    room = _room(meta, spec, most)
     for keys in every:
         k, v = _tiles(fmt, cache, keys.slots, spec, room)
         for items in keys.items:
             result, total = _softmax_product(layer, q, k, v, items)
             token, head = items.token[items.real], items.head[items.real]
-            out.view(*heads, spec.dim_v)[token, :, head] = result.transpose(1, 2)[items.real].to(out.dtype)
-            if lse is not None:
-                lse.view(*heads)[token, :, head] = total.transpose(1, 2)[items.real]
+            lines = result.transpose(1, 2)[items.real]
+            by_head[token, :, head] = lines.to(out.dtype)
+            if lse_by_head is not None:
+                lse_by_head[token, :, head] = total.transpose(1, 2)[items.real]
 
 
 def _room(meta: AttnMeta, spec: AttnSpec, tiles: int) -> tuple[Tensor, Tensor]:
@@ -202,12 +243,15 @@ def _room(meta: AttnMeta, spec: AttnSpec, tiles: int) -> tuple[Tensor, Tensor]:
 
     Allocating memory for each layer would take longer than writing it.  A column of ones follows the values.
     """
-    key, most = ("invariant room", spec.dim_qk, spec.dim_v), tiles * spec.kv_heads
+    key = ("invariant room", spec.dim_qk, spec.dim_v)
+    most = tiles * spec.kv_heads
     found = meta.work.get(key)
     if found is None or len(found[0]) < most:
+        keys = torch.empty(most, spec.dim_qk, KEYS)
         values = torch.zeros(most, KEYS, width(spec.dim_v))
         values[..., spec.dim_v] = 1.0
-        found = meta.work[key] = torch.empty(most, spec.dim_qk, KEYS), values
+        found = keys, values
+        meta.work[key] = found
     return found
 
 
@@ -220,45 +264,58 @@ def _tiles(
     A column of ones follows the values.  Both tensors are contiguous.
     """
     k, v = fmt.load(cache, slots, torch.float32)
-    keys, values = (part[: spec.kv_heads * len(slots)] for part in room)
-    shape = spec.kv_heads, len(slots)
-    keys.view(*shape, spec.dim_qk, KEYS).copy_(k.permute(2, 0, 3, 1))
-    values.view(*shape, KEYS, -1)[..., : spec.dim_v].copy_(v[..., : spec.dim_v].permute(2, 0, 1, 3))
+    kv_heads, tiles, dim_v = spec.kv_heads, len(slots), spec.dim_v
+    keys, values = (part[: kv_heads * tiles] for part in room)
+    keys_by_head = keys.view(kv_heads, tiles, spec.dim_qk, KEYS)
+    keys_by_head.copy_(k.permute(2, 0, 3, 1))
+    values_by_head = values.view(kv_heads, tiles, KEYS, -1)[..., :dim_v]
+    values_by_head.copy_(v[..., :dim_v].permute(2, 0, 1, 3))
     return keys, values
 
 
 def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: Items) -> tuple[Tensor, Tensor]:
     """Return the outputs [I, kv_heads, LINES, dim_v] and lse [I, kv_heads, LINES].  ``k`` and ``v`` are results of
     ``_tiles``."""
-    spec, (n, lines) = layer.spec, items.token.shape
-    tiles, kvh = items.hidden.shape[2], spec.kv_heads
-    pairs = (items.tile[:, None] + np.arange(kvh)[:, None] * (len(k) // kvh)).reshape(-1)
-    queries = q.view(len(q), kvh, -1, spec.dim_qk)[items.token, :, items.head].float().transpose(1, 2)
-    queries = queries.unsqueeze(2).expand(n, kvh, tiles, lines, spec.dim_qk).reshape(-1, lines, spec.dim_qk)
-    s = products(queries, k, pairs).view(n, kvh, tiles, lines, KEYS)
+    spec = layer.spec
+    n, lines = items.token.shape
+    tiles, kv_heads = items.hidden.shape[2], spec.kv_heads
+    tiles_of_head = len(k) // kv_heads
+    first_tile = np.arange(kv_heads)[:, None] * tiles_of_head
+    pairs = (items.tile[:, None] + first_tile).reshape(-1)
+    by_head = q.view(len(q), kv_heads, -1, spec.dim_qk)
+    queries = by_head[items.token, :, items.head].float().transpose(1, 2)
+    queries = queries.unsqueeze(2).expand(n, kv_heads, tiles, lines, spec.dim_qk)
+    products_of_pairs = products(queries.reshape(-1, lines, spec.dim_qk), k, pairs)
+    s = products_of_pairs.view(n, kv_heads, tiles, lines, KEYS)
     s.mul_(spec.softmax_scale)
     if spec.softcap is not None:
-        s = s.div_(spec.softcap).tanh_().mul_(spec.softcap)
+        s.div_(spec.softcap).tanh_().mul_(spec.softcap)
+
+    def of_lines(per_head: Tensor) -> Tensor:
+        by_line = per_head.view(kv_heads, -1)[:, items.head]
+        return by_line.transpose(0, 1).reshape(n, kv_heads, 1, lines, 1)
+
     if items.ahead is not None:
-        slopes = layer.slopes.view(kvh, -1)  # type: ignore[union-attr]  # a layer with ``ahead`` has slopes
-        slopes = slopes[:, items.head].transpose(0, 1).reshape(n, kvh, 1, lines, 1)
+        slopes = of_lines(layer.slopes)  # type: ignore[arg-type]  # a layer with ``ahead`` has slopes
         s.add_(items.ahead * slopes)
     s.masked_fill_(items.hidden, -torch.inf)
     peak = s.amax(dim=(2, 4), keepdim=True)
     sink = None
     if spec.sinks:
-        sinks = layer.sinks.view(kvh, -1)  # type: ignore[union-attr]  # as its spec says
-        sink = sinks[:, items.head].transpose(0, 1).reshape(n, kvh, 1, lines, 1)
+        sink = of_lines(layer.sinks)  # type: ignore[arg-type]  # as its spec says
         peak = torch.maximum(peak, sink)
     p = s.sub_(peak).exp_().view(-1, lines, KEYS)
-    parts = products(p, v, pairs).view(n, kvh, tiles, lines, -1)
+    parts = products(p, v, pairs).view(n, kv_heads, tiles, lines, -1)
     acc = parts[:, :, 0]
     for j in range(1, tiles):
         acc = acc + parts[:, :, j]
-    total, peak = acc[..., spec.dim_v : spec.dim_v + 1], peak[:, :, 0]
+    dim_v = spec.dim_v
+    total = acc[..., dim_v : dim_v + 1]
+    peak = peak[:, :, 0]
     if sink is not None:
         total = total + (sink[:, :, 0] - peak).exp_()
-    return acc[..., : spec.dim_v] / total, (peak + total.log()).squeeze(-1)
+    lse = peak + total.log()
+    return acc[..., :dim_v] / total, lse.squeeze(-1)
 
 
 def width(dim: int) -> int:
@@ -267,7 +324,8 @@ def width(dim: int) -> int:
     Matrix libraries compute columns after the last multiple of 16 in another way, which changes other columns in narrow
     matrices.
     """
-    return -(-(dim + 1) // 16) * 16
+    columns = dim + 1
+    return -(-columns // 16) * 16
 
 
 def products(a: Tensor, b: Tensor, at: np.ndarray) -> Tensor:
@@ -276,14 +334,21 @@ def products(a: Tensor, b: Tensor, at: np.ndarray) -> Tensor:
 
     P is a multiple of PAIRS.
     """
-    check(*a.shape[1:], b.shape[2], torch.get_num_threads())
-    out, index = a.new_empty(len(a), a.shape[1], b.shape[2]), torch.from_numpy(at)
-    room = b.new_empty(PAIRS, *b.shape[1:])
+    count, m, k = a.shape
+    n = b.shape[2]
+    check(m, k, n, torch.get_num_threads())
+    out = a.new_empty(count, m, n)
+    index = torch.from_numpy(at)
+    room = b.new_empty(PAIRS, k, n)
     calls = at.reshape(-1, PAIRS)
+    firsts = calls[:, 0].tolist()
     runs = (np.diff(calls, axis=1) == 1).all(axis=1).tolist()  # a call with consecutive matrices needs no copy of them
-    for i, (run, first) in enumerate(zip(runs, calls[:, 0].tolist(), strict=True)):
+    for i, (run, first) in enumerate(zip(runs, firsts, strict=True)):
         some = slice(i * PAIRS, (i + 1) * PAIRS)
-        part = b[first : first + PAIRS] if run else torch.index_select(b, 0, index[some], out=room)
+        if run:
+            part = b[first : first + PAIRS]
+        else:
+            part = torch.index_select(b, 0, index[some], out=room)
         torch.bmm(a[some], part, out=out[some])
     return out
 
@@ -291,8 +356,11 @@ def products(a: Tensor, b: Tensor, at: np.ndarray) -> Tensor:
 @lru_cache(maxsize=256)
 def check(m: int, k: int, n: int, threads: int) -> None:
     """Raise PluginError if the bits of the library's product of this shape depend on the position in the call."""
-    b = torch.randn(k, n, generator=torch.Generator().manual_seed(1)).expand(PAIRS, k, n).contiguous()
-    if not same_at_every_place(lambda a: torch.bmm(a, b), torch.empty(PAIRS, m, k)):
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.randn(k, n, generator=generator)
+    b = matrix.expand(PAIRS, k, n).contiguous()
+    a_like = torch.empty(PAIRS, m, k)
+    if not same_at_every_place(lambda a: torch.bmm(a, b), a_like):
         raise PluginError(
             f"sdpa: batch_invariant=true: on this machine a product of {m} x {k} x {n} gives a row other bits at "
             f"another position in the call: set batch_invariant=false, or use another number of threads than {threads}"

@@ -4,6 +4,12 @@ from collections.abc import Sequence
 
 from minivllm.registration.spec import ANY, AtLeast, MultipleOf, Needs, PluginQuery, Range, Reason, Spec, plain
 
+EVERY_BLOCK = MultipleOf(1)  # limit of the block size: any number of tokens
+PAGES_OF_256 = MultipleOf(256)
+FROM_AMPERE = AtLeast(80)  # limit of the compute capability times 10
+UP_TO_16 = Range(1, 16)  # limits of the number of query heads per KV head
+UP_TO_64 = Range(1, 64)
+
 
 def invariant_on_cpu(request: PluginQuery) -> Sequence[Reason]:
     """Refuse batch invariance on a GPU, where torch chooses kernels by the size of the step."""
@@ -13,20 +19,21 @@ def invariant_on_cpu(request: PluginQuery) -> Sequence[Reason]:
     return []
 
 
+SDPA_LIMITS = {
+    "device": ANY,
+    "sm": ANY,
+    "dtype": {"bfloat16", "float16", "float32"},
+    "dim_qk": ANY,
+    "dim_v": ANY,
+    "queries_per_kv": ANY,
+    "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
+    "block": EVERY_BLOCK,
+}
 SDPA = Spec(
     impl="minivllm.plugins.attention.sdpa:Sdpa",
     api=(1, 7),
     summary="torch's scaled dot-product attention over gathered blocks; any device, the reference",
-    limits={
-        "device": ANY,
-        "sm": ANY,
-        "dtype": {"bfloat16", "float16", "float32"},
-        "dim_qk": ANY,
-        "dim_v": ANY,
-        "queries_per_kv": ANY,
-        "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
-        "block": MultipleOf(1),
-    },
+    limits=SDPA_LIMITS,
     features=frozenset({"alibi", "batch_invariant", "lse", "sinks", "softcap", "spans", "window"}),
     prefer={"block": 16},
     traits={"graph": "none", "plan": "host", "drafts": "merged"},
@@ -37,28 +44,32 @@ SDPA = Spec(
 def float8_on(request: PluginQuery) -> Sequence[Reason]:
     """Refuse float8 on GPUs without instructions for float8."""
     facts = request.facts
-    if facts.get("kv_format") == "fp8" and facts.get("device") == "cuda" and facts.get("sm", 89) < 89:
-        return [Reason("kv_format with sm", f"fp8 with {facts.get('sm')}", "sm 89 or later", "take kv_format=int8")]
-    return []
+    if facts.get("kv_format") != "fp8" or facts.get("device") != "cuda":
+        return []
+    sm = facts.get("sm", 89)
+    if sm >= 89:
+        return []
+    return [Reason("kv_format with sm", f"fp8 with {sm}", "sm 89 or later", "take kv_format=int8")]
 
 
 DIMS = frozenset(range(8, 257, 8))
+TRITON_LIMITS = {
+    "device": {"cuda"},
+    "sm": FROM_AMPERE,
+    "dtype": {"bfloat16", "float16", "float32"},
+    "dim_qk": DIMS,
+    "dim_v": DIMS,
+    "queries_per_kv": UP_TO_64,
+    "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
+    "block": EVERY_BLOCK,
+}
 TRITON = Spec(
     impl="minivllm.plugins.attention.triton_backend:Triton",
     api=(1, 7),
     summary="paged attention in Triton: decode at the memory's speed, fused write, captured decode steps",
     options="minivllm.plugins.attention.options:TritonOptions",
     priority=20,
-    limits={
-        "device": {"cuda"},
-        "sm": AtLeast(80),
-        "dtype": {"bfloat16", "float16", "float32"},
-        "dim_qk": DIMS,
-        "dim_v": DIMS,
-        "queries_per_kv": Range(1, 64),
-        "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
-        "block": MultipleOf(1),
-    },
+    limits=TRITON_LIMITS,
     features=frozenset(
         {"alibi", "batch_invariant", "lse", "repeatable", "sinks", "softcap", "spans", "v_in_k", "window"}
     ),
@@ -72,61 +83,73 @@ TRITON = Spec(
 # ---- over libraries: they read the cache in place, in the dtype of the model ----------------------------------------
 
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}  # dtype -> KV format that stores it unchanged
+HALF_DTYPES = frozenset(HALVES)
+HALF_FORMATS = frozenset(HALVES.values())
 
 
 def plainly(request: PluginQuery) -> Sequence[Reason]:
     """Refuse keys and values of different sizes, and a KV format whose dtype is not the model's."""
-    facts, reasons = request.facts, []
-    if "dim_qk" in facts and "dim_v" in facts and _set(facts["dim_qk"]) != _set(facts["dim_v"]):
-        reasons.append(Reason("dim_v", plain(facts["dim_v"]), f"that of dim_qk, {plain(facts['dim_qk'])}"))
-    if "dtype" in facts and "kv_format" in facts and HALVES.get(facts["dtype"]) != facts["kv_format"]:
-        want = HALVES.get(facts["dtype"], "none")
-        reasons.append(Reason("kv_format", facts["kv_format"], f"{want} with dtype={facts['dtype']}"))
+    facts = request.facts
+    reasons = []
+    if "dim_qk" in facts and "dim_v" in facts:
+        dim_qk, dim_v = facts["dim_qk"], facts["dim_v"]
+        if _set(dim_qk) != _set(dim_v):
+            reasons.append(Reason("dim_v", plain(dim_v), f"that of dim_qk, {plain(dim_qk)}"))
+    if "dtype" in facts and "kv_format" in facts:
+        dtype, kv_format = facts["dtype"], facts["kv_format"]
+        want = HALVES.get(dtype)
+        if want != kv_format:
+            reasons.append(Reason("kv_format", kv_format, f"{want or 'none'} with dtype={dtype}"))
     return reasons
 
 
 def _set(value: object) -> frozenset:
-    return frozenset(value) if isinstance(value, (set, frozenset)) else frozenset({value})
+    """Return a set as it is, or a single value as a set."""
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    return frozenset({value})
 
 
 # Priorities below sdpa's, so that these back ends are chosen by name only, until the kit has passed on a GPU and a
 # measurement shows their rank (docs/attention.md).
+FLASH_ATTN_LIMITS = {
+    "device": {"cuda"},
+    "sm": {90},
+    "dtype": HALF_DTYPES,
+    "dim_qk": {64, 96, 128, 192, 256},
+    "dim_v": {64, 96, 128, 192, 256},
+    "queries_per_kv": UP_TO_16,
+    "kv_format": HALF_FORMATS,
+    "block": {16, 32, 256},  # excludes all key tiles of kernels, which read such blocks past the end
+}
 FLASH_ATTN = Spec(
     impl="minivllm.plugins.attention.flash_attn:FlashAttn",
     api=(1, 7),
     summary="FlashAttention-4 on Hopper: one call for prompts, chunks and decode rows",
     priority=-1,
-    limits={
-        "device": {"cuda"},
-        "sm": {90},
-        "dtype": frozenset(HALVES),
-        "dim_qk": frozenset({64, 96, 128, 192, 256}),
-        "dim_v": frozenset({64, 96, 128, 192, 256}),
-        "queries_per_kv": Range(1, 16),
-        "kv_format": frozenset(HALVES.values()),
-        "block": frozenset({16, 32, 256}),  # excludes all key tiles of kernels, which read such blocks past the end
-    },
+    limits=FLASH_ATTN_LIMITS,
     features=frozenset({"lse", "repeatable", "sinks", "softcap", "window"}),
     needs=(Needs("flash_attn.cute", "4.0.0b36", 'pip install "flash-attn-4[cu13]"', dist="flash-attn-4"),),
     prefer={"block": 32},
     traits={"graph": "mixed", "plan": "device"},
     check=plainly,
 )
+FLASH_ATTN2_LIMITS = {
+    "device": {"cuda"},
+    "sm": FROM_AMPERE,
+    "dtype": HALF_DTYPES,
+    "dim_qk": DIMS,
+    "dim_v": DIMS,
+    "queries_per_kv": UP_TO_64,
+    "kv_format": HALF_FORMATS,
+    "block": PAGES_OF_256,
+}
 FLASH_ATTN2 = Spec(
     impl="minivllm.plugins.attention.flash_attn2:FlashAttn2",
     api=(1, 7),
     summary="FlashAttention-2 over pages of 256 tokens, split-KV decode; Ampere and later",
     priority=-1,
-    limits={
-        "device": {"cuda"},
-        "sm": AtLeast(80),
-        "dtype": frozenset(HALVES),
-        "dim_qk": DIMS,
-        "dim_v": DIMS,
-        "queries_per_kv": Range(1, 64),
-        "kv_format": frozenset(HALVES.values()),
-        "block": MultipleOf(256),
-    },
+    limits=FLASH_ATTN2_LIMITS,
     features=frozenset({"lse", "softcap", "window"}),
     needs=(
         Needs(
@@ -137,22 +160,23 @@ FLASH_ATTN2 = Spec(
     traits={"graph": "none", "plan": "device"},  # captured steps have not been tested
     check=plainly,
 )
+FLASHINFER_LIMITS = {
+    "device": {"cuda"},
+    "sm": {90},
+    "dtype": HALF_DTYPES,
+    "dim_qk": {64, 128, 256},
+    "dim_v": {64, 128, 256},
+    "queries_per_kv": UP_TO_16,
+    "kv_format": HALF_FORMATS,
+    "block": {16, 32, 64, 128},
+}
 FLASHINFER = Spec(
     impl="minivllm.plugins.attention.flashinfer:FlashInfer",
     api=(1, 7),
     summary="FlashInfer on Hopper: XQA for decode rows, planned paged prefill for longer ones",
     options="minivllm.plugins.attention.options:FlashInferOptions",
     priority=-1,
-    limits={
-        "device": {"cuda"},
-        "sm": {90},
-        "dtype": frozenset(HALVES),
-        "dim_qk": frozenset({64, 128, 256}),
-        "dim_v": frozenset({64, 128, 256}),
-        "queries_per_kv": Range(1, 16),
-        "kv_format": frozenset(HALVES.values()),
-        "block": frozenset({16, 32, 64, 128}),
-    },
+    limits=FLASHINFER_LIMITS,
     features=frozenset({"window"}),
     needs=(Needs("flashinfer", "0.6.14", "pip install flashinfer-python==0.6.14", dist="flashinfer-python"),),
     prefer={"block": 64},

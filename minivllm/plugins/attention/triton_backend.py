@@ -79,16 +79,17 @@ class Triton(AttentionBackend):
         """Add a note for the user: which kernel computes rows of several tokens, if this device has two kernels for
         them.
         """
-        if capability(torch.device(self.ctx.device)) != 9 or self.ctx.batch_invariant:
+        device, dtype = torch.device(self.ctx.device), self.ctx.dtype
+        if capability(device) != 9 or self.ctx.batch_invariant:
             return
-        why = refusal(spec, self.ctx.dtype, kv_dtype, block)
+        why = refusal(spec, dtype, kv_dtype, block)
         if self.options is not None and self.options.hopper == "off":
             why = "attention.options.hopper is off"
         elif kernel_module() is None:
             why = "it needs triton 3.6 or later"
         # the kernel may read the cache, or a copy in this dtype
-        elif not refusal(spec, self.ctx.dtype, self.ctx.dtype, block):
-            wrong = disagreement(spec, getattr(torch, self.ctx.dtype), block, torch.device(self.ctx.device))
+        elif not refusal(spec, dtype, dtype, block):
+            wrong = disagreement(spec, getattr(torch, dtype), block, device)
             if wrong:
                 self.unfit.add(spec)
                 why = wrong
@@ -125,12 +126,15 @@ class Triton(AttentionBackend):
         if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
             q = q.contiguous()
         # the keys are cut into parts at fixed positions, whose results are merged in order
+        captured = meta.work.get("key", EAGER)
         if self.ctx.batch_invariant:
-            captured = meta.work.get("key", EAGER)
-            single = captured.kind == "decode" if captured.kind != "eager" else int(meta.host_q_len.max()) == 1
-            attend_fixed(layer, q, meta, out, lse, self._fixed_tiles(meta, layer.spec, q), single)
+            single = captured.kind == "decode"
+            if captured.kind == "eager":
+                single = int(meta.host_q_len.max()) == 1
+            tiles = self._fixed_tiles(meta, layer.spec, q)
+            attend_fixed(layer, q, meta, out, lse, tiles, single)
             return
-        rows, mixed = meta.decode_rows, meta.work.get("key", EAGER).kind == "mixed"
+        rows, mixed = meta.decode_rows, captured.kind == "mixed"
         if rows:
             exact = in_float32(q)
             shared = self._shared(meta, layer, rows, mixed, exact)
@@ -146,7 +150,8 @@ class Triton(AttentionBackend):
             if copied:
                 layer, meta = widened(layer, q, meta)
             if variant is None:
-                prefill(layer, q, meta, out, lse, tiles, ahead=self._ahead(meta, layer.group, q.device))
+                ahead = self._ahead(meta, layer.group, q.device)
+                prefill(layer, q, meta, out, lse, tiles, ahead=ahead)
             else:
                 kernel_module().attend(layer, q, meta, out, lse, tiles, variant)
 
@@ -160,13 +165,12 @@ class Triton(AttentionBackend):
 
     def _shared(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> SharedWork | None:
         """Return the prefixes that several rows of a step share, or None if each row reads its keys separately."""
-        spec = layer.spec
+        spec, group = layer.spec, layer.group
         captured = meta.work.get("key", EAGER)
         if not captured.shared or self.shares_from is None or rows < FEWEST_ROWS or spec.window is not None:
             return None
-        key = ("shared", layer.group, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)
+        key = ("shared", group, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)
         if key not in meta.work:
-            group = layer.group
             meta.work[key] = find_shared(spec, meta.kv_len[group], meta, meta.table[group], rows, mixed, exact)
         return meta.work[key]
 
@@ -176,11 +180,12 @@ class Triton(AttentionBackend):
         """Return how the keys of a layer's decode rows are divided among programs, and whether an earlier layer had the
         same division.
         """
-        spec = layer.spec
-        key = ("work", layer.group, spec.window, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)
+        spec, group = layer.spec, layer.group
+        key = ("work", group, spec.window, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)
         known = key in meta.work
         if not known:
-            group, longest = layer.group, int(meta.host_kv_len[layer.group][:rows].max())
+            host_lengths = meta.host_kv_len[group][:rows]
+            longest = int(host_lengths.max())
             columns = meta.kv_len[group], meta.q_len, meta.slots
             parts = None if shared is None else shared.parts
             meta.work[key] = deal(spec, *columns, rows, longest, mixed, exact, parts)
@@ -210,16 +215,19 @@ class Triton(AttentionBackend):
             # the copy begins at a key tile of ``triton_prefill``, whose size the Hopper kernel does not have
             return None
         stored = q.dtype if copied else layer.cache["k"].dtype
-        if refusal(spec, *(str(dtype).removeprefix("torch.") for dtype in (q.dtype, stored)), meta.block):
+        names = [str(dtype).removeprefix("torch.") for dtype in (q.dtype, stored)]
+        if refusal(spec, *names, meta.block):
             return None
         tokens = LINES // (spec.heads // spec.kv_heads)
         if captured.kind == "mixed":
-            found = captured.tokens // tokens, captured.tokens, captured.span
-        else:
-            q_len = meta.host_q_len[meta.decode_rows :].astype(np.int64)
-            kv_len = meta.host_kv_len[layer.group][meta.decode_rows :]
-            found = int((-(-q_len // tokens)).sum()), int(q_len.sum()), int((q_len * kv_len).sum() // q_len.sum())
-        return choose(spec, *found)
+            tiles = captured.tokens // tokens
+            return choose(spec, tiles, captured.tokens, captured.span)
+        q_len = meta.host_q_len[meta.decode_rows :].astype(np.int64)
+        kv_len = meta.host_kv_len[layer.group][meta.decode_rows :]
+        tiles = int((-(-q_len // tokens)).sum())
+        total = int(q_len.sum())
+        pairs = int((q_len * kv_len).sum())
+        return choose(spec, tiles, total, pairs // total)
 
     def _tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor, hopper: bool) -> Tiles:
         """Return the tiles of the rows of several tokens.
@@ -227,34 +235,49 @@ class Triton(AttentionBackend):
         ``hopper`` means that they are for the Hopper kernel.  Layers with equal groups of heads share them."""
         group = spec.heads // spec.kv_heads
         key = ("tiles", group, hopper)
-        found = meta.work.get(key)
-        captured = meta.work.get("key", EAGER)
-        if found is None and captured.kind == "mixed":
-            lines = LINES if hopper else tile_lines(group, captured.tokens)
-            most = captured.tokens // (lines // group) + captured.rows
-            row, token = tiles_on_device(meta.q_len, meta.kv_len[0], most, lines // group)
-            count = (row >= 0).sum(0, keepdim=True, dtype=torch.int32) if hopper else None
-            found = meta.work[key] = Tiles(row, token, lines, count)
-        if found is None:
-            longest = int(meta.host_q_len[meta.decode_rows :].max())
-            lines = LINES if hopper else tile_lines(group, longest)
-            row, token = make_tiles(meta.host_q_len, meta.host_kv_len[0], meta.decode_rows, lines // group)
-            n = len(row)
-            packed = torch.from_numpy(np.concatenate([row, token, np.array([n], np.int32)]))
-            packed = packed.to(q.device, non_blocking=True)
-            found = meta.work[key] = Tiles(packed[:n], packed[n : 2 * n], lines, packed[2 * n :])
+        if key not in meta.work:
+            captured = meta.work.get("key", EAGER)
+            if captured.kind == "mixed":
+                meta.work[key] = self._captured_tiles(meta, group, hopper, captured)
+            else:
+                meta.work[key] = self._host_tiles(meta, group, hopper, q.device)
+        found: Tiles = meta.work[key]
         return found
+
+    def _captured_tiles(self, meta: AttnMeta, group: int, hopper: bool, captured: GraphKey) -> Tiles:
+        """Return tiles that the device computes, as many as a captured step of this size may need."""
+        lines = LINES if hopper else tile_lines(group, captured.tokens)
+        tokens = lines // group
+        most = captured.tokens // tokens + captured.rows
+        row, token = tiles_on_device(meta.q_len, meta.kv_len[0], most, tokens)
+        count = (row >= 0).sum(0, keepdim=True, dtype=torch.int32) if hopper else None
+        return Tiles(row, token, lines, count)
+
+    def _host_tiles(self, meta: AttnMeta, group: int, hopper: bool, device: torch.device) -> Tiles:
+        """Return tiles that the host computes from the lengths that it has."""
+        longest = int(meta.host_q_len[meta.decode_rows :].max())
+        lines = LINES if hopper else tile_lines(group, longest)
+        row, token = make_tiles(meta.host_q_len, meta.host_kv_len[0], meta.decode_rows, lines // group)
+        n = len(row)
+        count = np.array([n], np.int32)
+        packed = torch.from_numpy(np.concatenate([row, token, count]))
+        packed = packed.to(device, non_blocking=True)
+        return Tiles(packed[:n], packed[n : 2 * n], lines, packed[2 * n :])
 
     def _fixed_tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> Tiles:
         """Return tiles of ``FIXED_LINES`` lines over all rows, including rows of one token."""
         tokens = FIXED_LINES // (spec.heads // spec.kv_heads)
-        found, captured = meta.work.get(("fixed", tokens)), meta.work.get("key", EAGER)
-        if found is None:
-            if captured.kind == "eager":
-                packed = torch.from_numpy(np.stack(make_tiles(meta.host_q_len, meta.host_kv_len[0], 0, tokens)))
-                row, token = packed.to(q.device, non_blocking=True)
-            else:
-                most = captured.rows if captured.kind == "decode" else captured.tokens // tokens + captured.rows
-                row, token = tiles_on_device(meta.q_len, meta.kv_len[0], most, tokens, least=1)
-            found = meta.work["fixed", tokens] = (row, token)
-        return Tiles(*found, FIXED_LINES)
+        captured = meta.work.get("key", EAGER)
+        key = ("fixed", tokens)
+        if key not in meta.work and captured.kind == "eager":
+            tiles = make_tiles(meta.host_q_len, meta.host_kv_len[0], 0, tokens)
+            packed = torch.from_numpy(np.stack(tiles))
+            row, token = packed.to(q.device, non_blocking=True)
+            meta.work[key] = row, token
+        elif key not in meta.work:
+            most = captured.rows
+            if captured.kind != "decode":
+                most += captured.tokens // tokens
+            meta.work[key] = tiles_on_device(meta.q_len, meta.kv_len[0], most, tokens, least=1)
+        row, token = meta.work[key]
+        return Tiles(row, token, FIXED_LINES)

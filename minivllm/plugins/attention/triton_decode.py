@@ -20,7 +20,8 @@ The reference is ``sdpa.attend_explicit``.  The running softmax is Milakov & Gim
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -425,6 +426,39 @@ def scales_of(layer: AttnLayer) -> tuple[Tensor, Tensor]:
     return k, k if layer.spec.v_in_k else cache.get("v_scale", k)
 
 
+def keys_and_values(layer: AttnLayer) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a layer's cache; with ``v_in_k`` the values are in the tensor of the keys."""
+    k = layer.cache["k"]
+    return k, k if layer.spec.v_in_k else layer.cache["v"]
+
+
+@lru_cache(maxsize=256)
+def head_sizes(spec: AttnSpec) -> dict[str, Any]:
+    """Return the constants of kernels that merge outputs: KV heads, query heads of a KV head, and the sizes of values.
+
+    The caller does not change the result, which is cached.
+    """
+    sizes = {"KH": spec.kv_heads}
+    sizes["G"] = spec.heads // spec.kv_heads
+    sizes["DV"] = spec.dim_v
+    sizes["DVP"] = power(max(spec.dim_v, 16))
+    return sizes
+
+
+@lru_cache(maxsize=256)
+def layer_constants(spec: AttnSpec) -> dict[str, Any]:
+    """Return the constants of kernels that compute scores: ``head_sizes``, the sizes of keys, soft caps and slopes.
+
+    The caller does not change the result, which is cached.
+    """
+    constants = dict(head_sizes(spec))
+    constants["D"] = spec.dim_qk
+    constants["DP"] = power(max(spec.dim_qk, 16))
+    constants["SOFTCAP"] = spec.softcap is not None
+    constants["SLOPES"] = spec.alibi is not None
+    return constants
+
+
 def keys_a_tile(spec: AttnSpec, exact: bool) -> int:
     return 64 if spec.dim_qk <= 128 and not exact else 32
 
@@ -465,41 +499,31 @@ def deal(
     ``longest``.  With ``mixed``, only rows of exactly one token have parts.  The parts of a row begin after its prefix
     in ``shared``.
     """
-    size = power if shared is None else vector
-    cut = rows * spec.kv_heads <= PROGRAMS or min(longest, spec.window or longest) > LONG
+    device = kv_len.device
+    seen = min(longest, spec.window or longest)
+    cut = rows * spec.kv_heads <= PROGRAMS or seen > LONG
     at_once = max(1, PROGRAMS // spec.kv_heads)
-    capacity = rows + (min(at_once, 31 * rows) if cut else 0)
-    make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=kv_len.device)  # noqa: E731
-    sums = capacity * spec.heads if cut else 1
-    work = DecodeWork(
-        make(capacity, 4, dtype=torch.int32),
-        make(rows, 2, dtype=torch.int32),
-        cut,
-        make(sums, spec.dim_v),
-        make(sums, 2),
-        shared,
-    )
-    _deal[(rows,)](
-        kv_len,
-        q_len,
-        slots,
-        work.first if shared is None else shared.rows,
-        work.entries,
-        work.first,
-        rows,
-        at_once,
-        capacity,
-        N=keys_a_tile(spec, exact),
-        WINDOW=spec.window or 0,
-        P=size(rows),
-        WP=size(capacity),
-        CUT=cut,
-        MIXED=mixed,
-        SHARED=shared is not None,
-        num_warps=1,
-        **pdl(kv_len),
-    )
-    return work
+    capacity, stored = rows, 1
+    if cut:
+        capacity += min(at_once, 31 * rows)
+        stored = capacity * spec.heads
+    entries = torch.empty(capacity, 4, dtype=torch.int32, device=device)
+    first = torch.empty(rows, 2, dtype=torch.int32, device=device)
+    sums = torch.empty(stored, spec.dim_v, dtype=torch.float32, device=device)
+    norms = torch.empty(stored, 2, dtype=torch.float32, device=device)
+    size = power if shared is None else vector
+    prefixes = first if shared is None else shared.rows
+    constants = pdl(kv_len)
+    constants["N"] = keys_a_tile(spec, exact)
+    constants["WINDOW"] = spec.window or 0
+    constants["P"] = size(rows)
+    constants["WP"] = size(capacity)
+    constants["CUT"] = cut
+    constants["MIXED"] = mixed
+    constants["SHARED"] = shared is not None
+    columns = (kv_len, q_len, slots, prefixes, entries, first)
+    _deal[(rows,)](*columns, rows, at_once, capacity, num_warps=1, **constants)
+    return DecodeWork(entries, first, cut, sums, norms, shared)
 
 
 def decode(
@@ -510,55 +534,47 @@ def decode(
     ``q`` is [T, heads, D]. ``early`` means that the decode kernel of an earlier layer has used this ``work``.
     """
     spec = layer.spec
-    k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
+    k, v = keys_and_values(layer)
     exact = in_float32(q)
     tile = keys_a_tile(spec, exact)
-    sizes = dict(KH=spec.kv_heads, G=spec.heads // spec.kv_heads, DV=spec.dim_v, DVP=power(max(spec.dim_v, 16)))
-    flags = dict(SINKS=spec.sinks, LSE=lse is not None, SHARED=work.shared is not None)
-    words = k.element_size() == 1 and spec.dim_qk % 4 == 0 and spec.dim_v % 4 == 0
+    rows, entries = len(work.first), len(work.entries)
+    sinks = layer.sinks if spec.sinks else out
+    slopes = layer.slopes if spec.alibi is not None else out
     shared = work.shared or (work.first, work.sums, work.norms)
-    ends = (*shared, work.sums, work.norms, layer.sinks if spec.sinks else out, out, lse if lse is not None else out)
+    ends = (*shared, work.sums, work.norms, sinks, out, lse if lse is not None else out)
+    common = pdl(q)
+    common["SINKS"] = spec.sinks
+    common["LSE"] = lse is not None
+    common["SHARED"] = work.shared is not None
+    constants = layer_constants(spec) | common
+    words = k.element_size() == 1 and spec.dim_qk % 4 == 0 and spec.dim_v % 4 == 0
+    elements = v.shape[-1]
+    if words:
+        v = v.view(torch.int32)
+        elements //= 4
+    room = 0
     # with one row, registers stay free for the products of quantized weights before and after this kernel
-    one = len(work.first) == 1
-    room = triton.cdiv(spec.kv_heads * len(work.entries), multiprocessors(q.device)) if one else 0
-    launched = _decode[(spec.kv_heads, len(work.entries))](
-        q,
-        k,
-        v.view(torch.int32) if words else v,
-        *scales_of(layer),
-        meta.table[layer.group],
-        work.entries,
-        *ends,
-        layer.slopes if spec.alibi is not None else out,
-        spec.softmax_scale,
-        spec.softcap or 1.0,
-        q.stride(0),
-        meta.table.stride(1),
-        len(work.first),
-        GP=power(max(sizes["G"], 8)),
-        D=spec.dim_qk,
-        DP=power(max(spec.dim_qk, 16)),
-        VS=v.shape[-1] // (4 if words else 1),
-        BLOCK=meta.block,
-        N=tile,
-        WINDOW=spec.window or 0,
-        SOFTCAP=spec.softcap is not None,
-        SLOPES=spec.alibi is not None,
-        STAGES=3 if not exact else 2,
-        IEEE=exact,
-        SCALED="k_scale" in layer.cache,
-        WORDS=words,
-        FLOAT8=k.dtype == torch.float8_e4m3fn,
-        ASM=q.device.type == "cuda",
-        EARLY=early,
-        ROOM=room,
-        num_warps=2 if tile == 64 else 4,
-        **sizes,
-        **flags,
-        **pdl(q),
-    )
+    if rows == 1:
+        room = triton.cdiv(spec.kv_heads * entries, multiprocessors(q.device))
+    constants["GP"] = power(max(constants["G"], 8))
+    constants["VS"] = elements
+    constants["BLOCK"] = meta.block
+    constants["N"] = tile
+    constants["WINDOW"] = spec.window or 0
+    constants["STAGES"] = 2 if exact else 3
+    constants["IEEE"] = exact
+    constants["SCALED"] = "k_scale" in layer.cache
+    constants["WORDS"] = words
+    constants["FLOAT8"] = k.dtype == torch.float8_e4m3fn
+    constants["ASM"] = q.device.type == "cuda"
+    constants["EARLY"] = early
+    constants["ROOM"] = room
+    constants["num_warps"] = 2 if tile == 64 else 4
+    inputs = (q, k, v, *scales_of(layer), meta.table[layer.group], work.entries)
+    numbers_of_layer = (spec.softmax_scale, spec.softcap or 1.0)
+    strides = (q.stride(0), meta.table.stride(1))
+    grid = (spec.kv_heads, entries)
+    launched = _decode[grid](*inputs, *ends, slopes, *numbers_of_layer, *strides, rows, **constants)
     keep_room(launched, room, q.device)
     if work.cut:
-        _merge[(spec.heads, len(work.first))](
-            work.first, *ends, len(work.first), **sizes, **flags, num_warps=2, **pdl(q)
-        )
+        _merge[(spec.heads, rows)](work.first, *ends, rows, **head_sizes(spec), **common, num_warps=2)

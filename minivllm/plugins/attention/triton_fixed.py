@@ -26,7 +26,18 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
 from minivllm.device.kernels.launch import kernel, pdl, wait
 
-from .triton_decode import LOG2E, NEVER, finish, in_float32, page_of, power, scales_of
+from .triton_decode import (
+    LOG2E,
+    NEVER,
+    finish,
+    head_sizes,
+    in_float32,
+    keys_and_values,
+    layer_constants,
+    page_of,
+    power,
+    scales_of,
+)
 from .triton_prefill import KEYS, Tiles, by_tma, load_scales, load_tile, see, whole_cache
 
 PART = 256  # keys
@@ -210,12 +221,15 @@ def parts_of(spec: AttnSpec, tiles: int, lines: int, longest: int, device: torch
     ``lines`` of a tile are stored for each KV head.  No context is longer than ``longest`` tokens.  Programs share a
     tile only if few tiles occupy the device, and if the sums need at most ``MOST_BYTES``.  The bits are the same."""
     most = triton.cdiv(max(longest, 1), PART)
-    programs = min(MOST_PROGRAMS, most, PROGRAMS // max(tiles * spec.kv_heads, 1))
+    occupied = max(tiles * spec.kv_heads, 1)
+    programs = min(MOST_PROGRAMS, most, PROGRAMS // occupied)
     stored = tiles * spec.kv_heads * lines * most
     if programs < 2 or stored * (spec.dim_v + 2) * 4 > MOST_BYTES:
-        programs, stored = 1, 1
-    make = lambda *shape: torch.empty(shape, dtype=torch.float32, device=device)  # noqa: E731
-    return KeyParts(programs, make(stored, spec.dim_v), make(stored, 2), most)
+        programs = 1
+        stored = 1
+    sums = torch.empty(stored, spec.dim_v, dtype=torch.float32, device=device)
+    norms = torch.empty(stored, 2, dtype=torch.float32, device=device)
+    return KeyParts(programs, sums, norms, most)
 
 
 def _parts(meta: AttnMeta, layer: AttnLayer, tiles: int, lines: int, device: torch.device) -> KeyParts:
@@ -236,48 +250,42 @@ def attend(
 
     ``single`` means that each row of the step has at most one token."""
     spec = layer.spec
-    (row, token, lines, _), group = tiles, spec.heads // spec.kv_heads
-    k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
-    scaled, exact = "k_scale" in layer.cache, in_float32(q)
+    row, token, lines, _ = tiles
+    group = spec.heads // spec.kv_heads
+    k, v = keys_and_values(layer)
+    exact = in_float32(q)
+    scaled = "k_scale" in layer.cache
     tma = not scaled and by_tma(spec, k.dtype, q.device, meta.block)
     stored = group if single else lines
     parts = _parts(meta, layer, len(row), stored, q.device)
-    ends = parts.sums, parts.norms, out, lse if lse is not None else out
-    flags = dict(WINDOW=spec.window or 0, SINKS=spec.sinks, LSE=lse is not None, EACH=PART // KEYS, LINES=stored)
-    sizes = dict(KH=spec.kv_heads, G=group, DV=spec.dim_v, DVP=power(max(spec.dim_v, 16)), TOKENS=lines // group)
-    same = dict(**sizes, **flags, N=KEYS, num_warps=4, enable_fp_fusion=False, **pdl(q))
-    of_row = meta.kv_len[layer.group], meta.cu_q, row, token
     sinks = layer.sinks if spec.sinks else out
-    _attend[(len(row), spec.kv_heads, parts.programs)](
-        q,
-        k,
-        v,
-        *[whole_cache(x, spec) if tma else x for x in (k, v)],
-        *scales_of(layer),
-        meta.table[layer.group],
-        meta.slots,
-        *of_row,
-        sinks,
-        layer.slopes if spec.alibi is not None else out,
-        *ends,
-        spec.softmax_scale,
-        spec.softcap or 1.0,
-        q.stride(0),
-        meta.table.stride(1),
-        parts.most,
-        D=spec.dim_qk,
-        DP=power(max(spec.dim_qk, 16)),
-        VS=v.shape[-1],
-        BLOCK=meta.block,
-        M=lines,
-        SOFTCAP=spec.softcap is not None,
-        SLOPES=spec.alibi is not None,
-        STAGES=3 if not exact and spec.dim_qk <= 128 else 2,
-        IEEE=exact,
-        TMA=tma,
-        SCALED=scaled,
-        STORE=parts.programs > 1,
-        **same,
-    )
+    slopes = layer.slopes if spec.alibi is not None else out
+    ends = (parts.sums, parts.norms, out, lse if lse is not None else out)
+    of_row = (meta.kv_len[layer.group], meta.cu_q, row, token)
+    common = pdl(q)
+    common["N"] = KEYS
+    common["TOKENS"] = lines // group
+    common["WINDOW"] = spec.window or 0
+    common["SINKS"] = spec.sinks
+    common["LSE"] = lse is not None
+    common["EACH"] = PART // KEYS
+    common["LINES"] = stored
+    common["num_warps"] = 4
+    common["enable_fp_fusion"] = False
+    constants = layer_constants(spec) | common
+    constants["VS"] = v.shape[-1]
+    constants["BLOCK"] = meta.block
+    constants["M"] = lines
+    constants["STAGES"] = 3 if not exact and spec.dim_qk <= 128 else 2
+    constants["IEEE"] = exact
+    constants["TMA"] = tma
+    constants["SCALED"] = scaled
+    constants["STORE"] = parts.programs > 1
+    tiled = [whole_cache(x, spec) if tma else x for x in (k, v)]
+    inputs = (q, k, v, *tiled, *scales_of(layer), meta.table[layer.group], meta.slots)
+    numbers = (spec.softmax_scale, spec.softcap or 1.0)
+    strides = (q.stride(0), meta.table.stride(1))
+    grid = (len(row), spec.kv_heads, parts.programs)
+    _attend[grid](*inputs, *of_row, sinks, slopes, *ends, *numbers, *strides, parts.most, **constants)
     if parts.programs > 1:
-        _join[(len(row), spec.kv_heads)](*of_row, sinks, *ends, parts.most, L=power(stored), **same)
+        _join[grid[:2]](*of_row, sinks, *ends, parts.most, L=power(stored), **head_sizes(spec), **common)

@@ -396,37 +396,19 @@ def attend(
     q, keys and values are all bfloat16 or all float16.  ``variant`` is the result of ``hopper_choice.choose``.
     """
     spec = layer.spec
+    group = spec.heads // spec.kv_heads
     piece = min(variant.keys, meta.block)
+    keys, values = boxes_of(layer.cache["k"], piece), boxes_of(layer.cache["v"], piece)
+    lengths = (meta.kv_len[layer.group], meta.cu_q)
+    sinks = layer.sinks if spec.sinks else out
+    ends = (sinks, out, lse if lse is not None else out)
+    numbers = (spec.softmax_scale, spec.softcap or 1.0)
+    strides = (q.stride(0), meta.table.stride(1))
+    sizes = {"KH": spec.kv_heads, "G": group, "D": spec.dim_qk, "TOKENS": tiles.lines // group}
+    copies = {"BLOCK": meta.block, "PIECE": piece, "N": variant.keys, "STAGES": variant.stages}
+    flags = {"WINDOW": spec.window or 0, "SOFTCAP": spec.softcap is not None, "SINKS": spec.sinks}
+    inputs = (q, keys, values, meta.table[layer.group], meta.slots, *lengths)
+    of_tiles = (tiles.row, tiles.token, tiles.count)
+    constants = {**sizes, **copies, **flags, "LSE": lse is not None}
     programs = min(len(tiles.row) * spec.kv_heads, multiprocessors(q.device))
-    _attend[(programs,)](
-        q,
-        boxes_of(layer.cache["k"], piece),
-        boxes_of(layer.cache["v"], piece),
-        meta.table[layer.group],
-        meta.slots,
-        meta.kv_len[layer.group],
-        meta.cu_q,
-        tiles.row,
-        tiles.token,
-        tiles.count,
-        layer.sinks if spec.sinks else out,
-        out,
-        lse if lse is not None else out,
-        spec.softmax_scale,
-        spec.softcap or 1.0,
-        q.stride(0),
-        meta.table.stride(1),
-        KH=spec.kv_heads,
-        G=spec.heads // spec.kv_heads,
-        D=spec.dim_qk,
-        BLOCK=meta.block,
-        PIECE=piece,
-        N=variant.keys,
-        TOKENS=tiles.lines // (spec.heads // spec.kv_heads),
-        WINDOW=spec.window or 0,
-        SOFTCAP=spec.softcap is not None,
-        SINKS=spec.sinks,
-        LSE=lse is not None,
-        STAGES=variant.stages,
-        num_warps=4,
-    )
+    _attend[(programs,)](*inputs, *of_tiles, *ends, *numbers, *strides, **constants, num_warps=4)

@@ -26,7 +26,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
 from minivllm.device.kernels.launch import capability, kernel
 
-from .triton_decode import LOG2E, NEVER, base2, dot, finish, in_float32, page_of, power, scaled_values, scales_of
+from .triton_decode import (
+    LOG2E,
+    NEVER,
+    base2,
+    dot,
+    finish,
+    in_float32,
+    keys_and_values,
+    layer_constants,
+    page_of,
+    power,
+    scaled_values,
+    scales_of,
+)
 
 KEYS = 32  # N
 
@@ -241,10 +254,14 @@ def make_tiles(q_len: np.ndarray, kv_len: np.ndarray, first_row: int, tokens: in
     ``q_len`` and ``kv_len`` are i32 [R]; both include the tokens of this step.
     """
     counts = -(-q_len[first_row:] // tokens)
-    row = np.repeat(np.arange(first_row, len(q_len), dtype=np.int32), counts)
-    nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    order = np.argsort(-((kv_len - q_len)[row] + nth * tokens), kind="stable")
-    return row[order], (nth[order] * tokens).astype(np.int32)
+    rows = np.arange(first_row, len(q_len), dtype=np.int32)
+    row = np.repeat(rows, counts)
+    before = np.cumsum(counts) - counts
+    nth = np.arange(len(row)) - np.repeat(before, counts)
+    token = nth * tokens
+    position = (kv_len - q_len)[row] + token
+    order = np.argsort(-position, kind="stable")
+    return row[order], token[order].astype(np.int32)
 
 
 @kernel("q_len", "kv_len", "rows", "most")
@@ -285,10 +302,12 @@ def tiles_on_device(q_len: Tensor, kv_len: Tensor, most: int, tokens: int, least
     """
     row = torch.empty(most, dtype=torch.int32, device=q_len.device)
     token = torch.empty_like(row)
-    rows = power(len(q_len))
+    count = len(q_len)
+    rows = power(count)
     at_once = max(1, min(32, 4096 // rows))
-    sizes = dict(TOKENS=tokens, P=rows, B=at_once, LEAST=least)
-    _tiles[(triton.cdiv(most, at_once),)](q_len, kv_len, row, token, len(q_len), most, **sizes, num_warps=4)
+    grid = (triton.cdiv(most, at_once),)
+    sizes = {"TOKENS": tokens, "P": rows, "B": at_once, "LEAST": least}
+    _tiles[grid](q_len, kv_len, row, token, count, most, **sizes, num_warps=4)
     return row, token
 
 
@@ -299,10 +318,13 @@ def tokens_ahead(meta: AttnMeta, group: int, device: torch.device) -> Tensor | N
     """
     if meta.host_sees is None:
         return None
-    q_len, kv_len = meta.host_q_len.astype(np.int64), meta.host_kv_len[group]
-    own = np.arange(int(q_len.sum())) + np.repeat(kv_len - np.cumsum(q_len), q_len)
-    ahead = meta.host_sees - own
-    return torch.from_numpy(ahead.astype(np.int32)).to(device, non_blocking=True) if ahead.any() else None
+    q_len = meta.host_q_len.astype(np.int64)
+    shift = meta.host_kv_len[group] - np.cumsum(q_len)
+    position = np.arange(int(q_len.sum())) + np.repeat(shift, q_len)
+    ahead = meta.host_sees - position
+    if not ahead.any():
+        return None
+    return torch.from_numpy(ahead.astype(np.int32)).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)
@@ -319,7 +341,8 @@ def by_tma(spec: AttnSpec, dtype: torch.dtype, device: torch.device, block: int)
 
 def whole_cache(x: Tensor, spec: AttnSpec) -> TensorDescriptor:
     """Return a cache of keys or values for TMA, in tiles of ``KEYS`` tokens of a head."""
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[2] * x.shape[3]), [KEYS, spec.dim_v])
+    tokens = x.view(-1, x.shape[2] * x.shape[3])
+    return TensorDescriptor.from_tensor(tokens, [KEYS, spec.dim_v])
 
 
 def prefill(
@@ -333,47 +356,32 @@ def prefill(
 ) -> None:
     """Compute the outputs [T, heads, DV] of the rows in ``tiles`` from q [T, heads, D] and ``tokens_ahead`` i32 [T]."""
     spec = layer.spec
-    (row, token, lines, _), group = tiles, spec.heads // spec.kv_heads
-    k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
-    scaled, exact = "k_scale" in layer.cache, in_float32(q)
+    row, token, lines, _ = tiles
+    k, v = keys_and_values(layer)
+    exact = in_float32(q)
+    scaled = "k_scale" in layer.cache
     tma = not scaled and by_tma(spec, k.dtype, q.device, meta.block)
-    sizes = dict(KH=spec.kv_heads, G=group, D=spec.dim_qk, DV=spec.dim_v, VS=v.shape[-1], SPANS=ahead is not None)
+    sinks = layer.sinks if spec.sinks else out
+    slopes = layer.slopes if spec.alibi is not None else out
+    constants = dict(layer_constants(spec))
+    constants["SPANS"] = ahead is not None
+    constants["VS"] = v.shape[-1]
+    constants["BLOCK"] = meta.block
+    constants["M"] = lines
+    constants["N"] = KEYS
+    constants["TOKENS"] = lines // constants["G"]
+    constants["WINDOW"] = spec.window or 0
+    constants["SINKS"] = spec.sinks
+    constants["LSE"] = lse is not None
+    constants["STAGES"] = 3 if not exact and spec.dim_qk <= 128 else 2
+    constants["IEEE"] = exact
+    constants["TMA"] = tma
+    constants["SCALED"] = scaled
+    constants["num_warps"] = 4
     tiled = [whole_cache(x, spec) if tma else x for x in (k, v)]
-    ends = layer.sinks if spec.sinks else out, layer.slopes if spec.alibi is not None else out, out
-    _prefill[(len(row), spec.kv_heads)](
-        q,
-        k,
-        v,
-        *tiled,
-        *scales_of(layer),
-        meta.table[layer.group],
-        meta.slots,
-        meta.kv_len[layer.group],
-        meta.cu_q,
-        row,
-        token,
-        row if ahead is None else ahead,
-        *ends,
-        lse if lse is not None else out,
-        spec.softmax_scale,
-        spec.softcap or 1.0,
-        q.stride(0),
-        meta.table.stride(1),
-        **sizes,
-        DP=power(max(spec.dim_qk, 16)),
-        DVP=power(max(spec.dim_v, 16)),
-        BLOCK=meta.block,
-        M=lines,
-        N=KEYS,
-        TOKENS=lines // group,
-        WINDOW=spec.window or 0,
-        SOFTCAP=spec.softcap is not None,
-        SINKS=spec.sinks,
-        SLOPES=spec.alibi is not None,
-        LSE=lse is not None,
-        STAGES=3 if not exact and spec.dim_qk <= 128 else 2,
-        IEEE=exact,
-        TMA=tma,
-        SCALED=scaled,
-        num_warps=4,
-    )
+    inputs = (q, k, v, *tiled, *scales_of(layer), meta.table[layer.group], meta.slots)
+    of_row = (meta.kv_len[layer.group], meta.cu_q, row, token, row if ahead is None else ahead)
+    ends = (sinks, slopes, out, lse if lse is not None else out)
+    numbers = (spec.softmax_scale, spec.softcap or 1.0)
+    strides = (q.stride(0), meta.table.stride(1))
+    _prefill[(len(row), spec.kv_heads)](*inputs, *of_row, *ends, *numbers, *strides, **constants)

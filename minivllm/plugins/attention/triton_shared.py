@@ -36,6 +36,8 @@ from .triton_decode import (
     SharedParts,
     in_float32,
     keys_a_tile,
+    keys_and_values,
+    layer_constants,
     page_of,
     power,
     scales_of,
@@ -288,106 +290,70 @@ def find_shared(
     only rows of exactly one token share.  ``exact`` means that products are computed in float32.
     """
     device, block = kv_len.device, meta.block
-    make = lambda *shape, dtype=torch.int32: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
-    lines, keys = lines_of(spec), keys_of(block, exact)
-    each = lines // (spec.heads // spec.kv_heads)
+
+    def make(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    keys = keys_of(block, exact)
+    each = lines_of(spec) // (spec.heads // spec.kv_heads)
     aim = max(1, TILE.programs // spec.kv_heads)
     capacity = aim + rows // FEWEST_ROWS + rows // each + 1  # the tiles and the chunks of each group are rounded up
     columns = table.shape[1]
     least = max(1, -(-LEAST_TOKENS // block))
     most_chunks = max(2, min(MOST_CHUNKS, aim * each // rows))
-    common = dict(P=vector(rows), num_warps=1, **pdl(kv_len))
-    label, same, groups = make(rows), make(rows), make(rows, 4)
-    entries, members, shared = make(capacity, ENTRY.value), make(rows), make(rows, 2)
+    common = pdl(kv_len)
+    common["P"] = vector(rows)
+    common["num_warps"] = 1
     grid = (rows,)
-    _find[grid](
-        meta.slots,
-        kv_len,
-        meta.q_len,
-        table,
-        label,
-        same,
-        rows,
-        table.stride(0),
-        columns,
-        BLOCK=block,
-        LEAST=least,
-        LEVELS=max(1, (columns // least).bit_length()),
-        FEWEST=FEWEST_ROWS,
-        C=64,
-        MIXED=mixed,
-        **common,
-    )
+    label, same = make(rows), make(rows)
+    depths = {"LEAST": least, "LEVELS": max(1, (columns // least).bit_length()), "C": 64}
+    lengths = (meta.slots, kv_len, meta.q_len)
+    found = (label, same, rows, table.stride(0), columns)
+    _find[grid](*lengths, table, *found, BLOCK=block, FEWEST=FEWEST_ROWS, MIXED=mixed, **depths, **common)
+    groups, members = make(rows, 4), make(rows)
     step = max(keys, keys_a_tile(spec, exact))  # the rest of a row starts at a tile of ``_decode``
     _group[grid](label, same, groups, members, rows, BLOCK=block, N=step, FEWEST=FEWEST_ROWS, **common)
-    _cut[grid](
-        meta.slots,
-        groups,
-        entries,
-        shared,
-        rows,
-        aim,
-        capacity,
-        N=keys,
-        CHUNKS=most_chunks,
-        LEAST=max(LEAST_CHUNK, keys),
-        EACH=each,
-        WP=vector(capacity),
-        **common,
-    )
-    heads = most_chunks * rows * spec.heads
-    sums, norms = (make(heads, n, dtype=torch.float32) for n in (spec.dim_v, 2))
-    return SharedWork(entries, members, SharedParts(shared, sums, norms))
+    entries, shared = make(capacity, ENTRY.value), make(rows, 2)
+    cuts = {"N": keys, "CHUNKS": most_chunks, "LEAST": max(LEAST_CHUNK, keys), "EACH": each}
+    _cut[grid](meta.slots, groups, entries, shared, rows, aim, capacity, WP=vector(capacity), **cuts, **common)
+    stored = most_chunks * rows * spec.heads
+    sums = make(stored, spec.dim_v, dtype=torch.float32)
+    norms = make(stored, 2, dtype=torch.float32)
+    parts = SharedParts(shared, sums, norms)
+    return SharedWork(entries, members, parts)
 
 
 def _whole(x: Tensor, keys: int, dim: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[2] * x.shape[3]), [keys, dim])
+    tokens = x.view(-1, x.shape[2] * x.shape[3])
+    return TensorDescriptor.from_tensor(tokens, [keys, dim])
 
 
 def attend_shared(layer: AttnLayer, q: Tensor, meta: AttnMeta, work: SharedWork) -> None:
     """Compute the partial sums of ``work``.  The first tokens of q [T, heads, D] are the queries of its rows."""
     spec = layer.spec
-    k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
-    group, rows = spec.heads // spec.kv_heads, len(work.members)
-    scaled, exact = "k_scale" in layer.cache, in_float32(q)
+    k, v = keys_and_values(layer)
+    exact = in_float32(q)
+    scaled = "k_scale" in layer.cache
     lines, keys = lines_of(spec), keys_of(meta.block, exact)
     tma = not scaled and meta.block % keys == 0 and by_tma(spec, k.dtype, q.device, meta.block)
+    constants = layer_constants(spec) | pdl(q)
+    constants["VS"] = v.shape[-1]
+    constants["BLOCK"] = meta.block
+    constants["M"] = lines
+    constants["N"] = keys
+    constants["EACH"] = lines // constants["G"]
+    constants["STAGES"] = TILE.stages if not exact and spec.dim_qk <= 128 else 2
+    constants["IEEE"] = exact
+    constants["TMA"] = tma
+    constants["SCALED"] = scaled
+    constants["num_warps"] = TILE.warps
     tiled = [_whole(x, keys, spec.dim_v) if tma else x for x in (k, v)]
-    _shared[(spec.kv_heads, len(work.entries))](
-        q,
-        k,
-        v,
-        *tiled,
-        *scales_of(layer),
-        meta.table[layer.group],
-        work.entries,
-        work.members,
-        meta.kv_len[layer.group],
-        work.parts.sums,
-        work.parts.norms,
-        layer.slopes if spec.alibi is not None else work.parts.norms,
-        spec.softmax_scale,
-        spec.softcap or 1.0,
-        q.stride(0),
-        meta.table.stride(1),
-        rows,
-        KH=spec.kv_heads,
-        G=group,
-        D=spec.dim_qk,
-        DP=power(max(spec.dim_qk, 16)),
-        DV=spec.dim_v,
-        VS=v.shape[-1],
-        DVP=power(max(spec.dim_v, 16)),
-        BLOCK=meta.block,
-        M=lines,
-        N=keys,
-        EACH=lines // group,
-        SOFTCAP=spec.softcap is not None,
-        SLOPES=spec.alibi is not None,
-        STAGES=TILE.stages if not exact and spec.dim_qk <= 128 else 2,
-        IEEE=exact,
-        TMA=tma,
-        SCALED=scaled,
-        num_warps=TILE.warps,
-        **pdl(q),
-    )
+    inputs = (q, k, v, *tiled, *scales_of(layer), meta.table[layer.group])
+    of_rows = (work.entries, work.members, meta.kv_len[layer.group])
+    sums, norms = work.parts.sums, work.parts.norms
+    slopes = layer.slopes if spec.alibi is not None else norms
+    numbers = (spec.softmax_scale, spec.softcap or 1.0)
+    strides = (q.stride(0), meta.table.stride(1))
+    rows = len(work.members)
+    grid = (spec.kv_heads, len(work.entries))
+    _shared[grid](*inputs, *of_rows, sums, norms, slopes, *numbers, *strides, rows, **constants)

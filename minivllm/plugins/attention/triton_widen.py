@@ -74,13 +74,18 @@ def pays(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> bool:
         return False
     key = ("to widen", layer.group, spec.heads)
     if key not in meta.work:
-        first, q_len = _first_blocks(layer, meta), meta.host_q_len.astype(np.int64)
-        keys = meta.host_kv_len[layer.group] - first * meta.block
+        q_len = meta.host_q_len.astype(np.int64)
+        begin = _first_blocks(layer, meta) * meta.block
+        keys = meta.host_kv_len[layer.group] - begin
         keys[: meta.decode_rows] = 0
-        seen = keys if spec.window is None else np.minimum(keys, spec.window)
-        pairs, total = int((seen * q_len).sum()), int(keys.sum())
-        size = _room(-(-total // meta.block) + len(keys)) * meta.block * spec.kv_heads * (spec.dim_qk + spec.dim_v)
-        fits = size * q.element_size() <= _most_bytes(q.device)
+        seen = keys
+        if spec.window is not None:
+            seen = np.minimum(keys, spec.window)
+        pairs = int((seen * q_len).sum())
+        total = int(keys.sum())
+        blocks = _room(-(-total // meta.block) + len(keys))
+        elements = blocks * meta.block * spec.kv_heads * (spec.dim_qk + spec.dim_v)
+        fits = elements * q.element_size() <= _most_bytes(q.device)
         meta.work[key] = fits and pairs >= PAYS * total and pairs * spec.heads >= LEAST
     return bool(meta.work[key])
 
@@ -112,11 +117,14 @@ def _places(layer: AttnLayer, meta: AttnMeta, device: torch.device) -> tuple[Ten
         first = _first_blocks(layer, meta)
         blocks = -(-meta.host_kv_len[layer.group] // meta.block) - first
         blocks[: meta.decode_rows] = 0
-        total, starts = int(blocks.sum()), np.cumsum(blocks) - blocks - first
-        there = torch.from_numpy(np.stack([blocks, starts])).to(device, non_blocking=True)
+        total = int(blocks.sum())
+        starts = np.cumsum(blocks) - blocks - first
+        packed = torch.from_numpy(np.stack([blocks, starts]))
+        blocks_there, starts_there = packed.to(device, non_blocking=True)
         every = torch.arange(len(blocks), device=device)
-        row = torch.repeat_interleave(every, there[0], output_size=total)
-        meta.work[key] = torch.arange(total, dtype=torch.int32, device=device), row, there[1]
+        row = torch.repeat_interleave(every, blocks_there, output_size=total)
+        table = torch.arange(total, dtype=torch.int32, device=device)
+        meta.work[key] = table, row, starts_there
     found: tuple[Tensor, Tensor, Tensor] = meta.work[key]
     return found
 
@@ -126,28 +134,20 @@ def widened(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> tuple[AttnLayer, Att
 
     They are for the rows from ``decode_rows`` on.
     """
+    spec = layer.spec
     table, row, starts = _places(layer, meta, q.device)
-    k, v, room = layer.cache["k"], layer.cache["v"], _room(len(table))
-    cache = {name: x.new_empty((room, *x.shape[1:]), dtype=q.dtype) for name, x in (("k", k), ("v", v))}
-    sizes = k[0].numel(), v[0].numel()
-    _widen[(len(table), triton.cdiv(max(sizes), CHUNK))](
-        k,
-        v,
-        *scales_of(layer),
-        *cache.values(),
-        meta.table[layer.group],
-        meta.slots,
-        row,
-        starts,
-        meta.table.stride(1),
-        KE=sizes[0],
-        VE=sizes[1],
-        D=layer.spec.dim_qk,
-        DV=layer.spec.dim_v,
-        CHUNK=CHUNK,
-        SCALED="k_scale" in layer.cache,
-        num_warps=4,
-    )
+    k, v = layer.cache["k"], layer.cache["v"]
+    room = _room(len(table))
+    cache = {}
+    for name, x in (("k", k), ("v", v)):
+        cache[name] = x.new_empty((room, *x.shape[1:]), dtype=q.dtype)
+    k_elements, v_elements = k[0].numel(), v[0].numel()
+    sizes = {"KE": k_elements, "VE": v_elements, "D": spec.dim_qk, "DV": spec.dim_v}
+    scaled = "k_scale" in layer.cache
+    grid = (len(table), triton.cdiv(max(k_elements, v_elements), CHUNK))
+    tensors = (k, v, *scales_of(layer), cache["k"], cache["v"])
+    places = (meta.table[layer.group], meta.slots, row, starts, meta.table.stride(1))
+    _widen[grid](*tensors, *places, **sizes, CHUNK=CHUNK, SCALED=scaled, num_warps=4)
     # the "slot" of a row is the index of its block 0 in one list of all blocks
     table = table[None, :, None].expand(len(meta.table), -1, 1)
     return replace(layer, cache=cache), replace(meta, table=table, slots=starts)

@@ -136,11 +136,13 @@ def fits(q: Tensor, k: Tensor, v: Tensor, pre: QKPre | None) -> bool:
     token.
     """
     dim = q.shape[2]
-    packed = all(x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (q, k, v))
-    if not packed or dim % 2:
+    if dim % 2 or any(x.stride(2) != 1 or x.stride(1) != x.shape[2] for x in (q, k, v)):
         return False
-    pairs = pre is None or pre.cos is None or (pre.cos.shape[1] % 2 == 0 and pre.cos.is_contiguous())
-    return pairs and (pre is None or (pre.q_norm is None) == (pre.k_norm is None))
+    if pre is None:
+        return True
+    if pre.cos is not None and (pre.cos.shape[1] % 2 or not pre.cos.is_contiguous()):
+        return False
+    return (pre.q_norm is None) == (pre.k_norm is None)
 
 
 MANY = 512  # number of tokens above which programs are large and an early start gains no time
@@ -152,7 +154,11 @@ def heads_each(tokens: int) -> tuple[int, int]:
 
     Small steps get many programs, while the device has room for them.
     """
-    return (1, 1) if tokens <= 16 else (8, 4) if tokens <= MANY else (16, 4)
+    if tokens <= 16:
+        return 1, 1
+    if tokens <= MANY:
+        return 8, 4
+    return 16, 4
 
 
 def write(
@@ -167,46 +173,42 @@ def write(
     out = q.new_empty(tokens, heads, dim)
     if not tokens:
         return out
-    has_v, keys = "v" in layer.cache, layer.cache["k"].dtype
-    most = 0.0 if "k_scale" not in layer.cache else 127.0 if keys == torch.int8 else torch.finfo(keys).max
+    has_v = "v" in layer.cache
+    keys = layer.cache["k"]
+    values = layer.cache["v"] if has_v else out
+    most = 0.0
+    if "k_scale" in layer.cache:
+        most = 127.0 if keys.dtype == torch.int8 else torch.finfo(keys.dtype).max
+    q_norm = k_norm = cos = sin = q  # the kernel does not read absent tensors
     norm = pre is not None and pre.q_norm is not None
+    if norm:
+        q_norm, k_norm = pre.q_norm, pre.k_norm
     rotary = pre is not None and pre.cos is not None
+    rotated = dim
+    if rotary:
+        cos, sin = pre.cos, pre.sin
+        rotated = cos.shape[1]
     each, warps = heads_each(FIXED if fixed else tokens)
     total = heads + kv_heads * (2 if has_v else 1)
-    _write[(tokens, triton.cdiv(total, each))](
-        q,
-        k,
-        v,
-        out,
-        layer.cache["k"],
-        layer.cache["v"] if has_v else out,
-        *scales_of(layer),
-        pre.q_norm if norm else q,
-        pre.k_norm if norm else q,
-        pre.cos if rotary else q,
-        pre.sin if rotary else q,
-        meta.position,
-        meta.slot_map[layer.group],
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        meta.slot_map.stride(1),
-        pre.eps if pre else 0.0,
-        QH=heads,
-        KH=kv_heads,
-        D=dim,
-        R=pre.cos.shape[1] if rotary else dim,
-        DV=dim_v,
-        H=power(dim // 2),
-        DVP=power(dim_v),
-        HB=each,
-        BLOCK=meta.block,
-        NORM=norm,
-        ROTARY=rotary,
-        HAS_V=has_v,
-        MOST=most,
-        EARLY=tokens <= MANY and "settled" in meta.work,
-        num_warps=warps,
-        **pdl(q),
-    )
+    constants = pdl(q)
+    constants["QH"] = heads
+    constants["KH"] = kv_heads
+    constants["D"] = dim
+    constants["R"] = rotated
+    constants["DV"] = dim_v
+    constants["H"] = power(dim // 2)
+    constants["DVP"] = power(dim_v)
+    constants["HB"] = each
+    constants["BLOCK"] = meta.block
+    constants["NORM"] = norm
+    constants["ROTARY"] = rotary
+    constants["HAS_V"] = has_v
+    constants["MOST"] = most
+    constants["EARLY"] = tokens <= MANY and "settled" in meta.work
+    constants["num_warps"] = warps
+    tensors = (q, k, v, out, keys, values, *scales_of(layer), q_norm, k_norm, cos, sin)
+    places = (meta.position, meta.slot_map[layer.group])
+    strides = (q.stride(0), k.stride(0), v.stride(0), meta.slot_map.stride(1))
+    eps = pre.eps if pre else 0.0
+    _write[(tokens, triton.cdiv(total, each))](*tensors, *places, *strides, eps, **constants)
     return out
