@@ -136,7 +136,7 @@ class Selection:
         }
 
     def widen(self, registry: Registry) -> Selection:
-        """Return the same choice with the reasons of the skipped plug-ins too."""
+        """Return the choice with the reasons against the skipped plug-ins added."""
         seen = {c.entry for c in self.candidates}
         more = [registry._consider(e, self.request) for e in registry.entries if e not in seen]
         return replace(self, candidates=(*self.candidates, *more), skipped=())

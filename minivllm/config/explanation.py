@@ -41,7 +41,7 @@ class Explanation:
         return "\n".join(lines)
 
     def as_dict(self, seam: str | None = None, all: bool = False) -> dict[str, Any]:
-        """Return the same information as JSON values."""
+        """Return the explanation as JSON values.  The arguments are those of ``text``."""
         error = None if self.error is None else str(self.error)
         selections = [selection.as_dict() for selection in self._selections(seam, all)]
         return {"notes": dict(self.notes), "selections": selections, "error": error}

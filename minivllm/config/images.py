@@ -139,7 +139,7 @@ def _unsupported(facts: ImageFacts, checkpoint: Checkpoint, wiring: Wiring, part
     if wiring.rope_switch is not None:
         return "images are not implemented with a rotary embedding that changes with the length"
     if parts["scheduler"].name == "minivllm/static":
-        # a step of a static batch may have more tokens than the rotary tables have rows for parts of images
+        # a step of a static batch may have more tokens than the rotary tables for image positions have rows
         return "images are not implemented with scheduler=static"
     return ""
 

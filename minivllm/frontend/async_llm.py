@@ -224,11 +224,11 @@ class AsyncLLM(FrontDoor):
         self._loop.abort(request_id)
 
     async def stats(self) -> dict[str, Any]:
-        """Return the same as ``LLM.stats``, taken between two steps."""
+        """Return the statistics of the engine, as ``LLM.stats`` does, taken between two steps."""
         return await self._ask(self.engine.stats)
 
     async def bill_of_materials(self) -> dict[str, Any]:
-        """Return the same as ``LLM.bill_of_materials``, with the results between two steps."""
+        """Return the content of a record, as ``LLM.bill_of_materials`` does, with the results between two steps."""
         await asyncio.to_thread(self._recorder.prepare)  # reads files and runs git, which would delay steps
         return await self._ask(self._recorder.bill_of_materials)
 

@@ -134,5 +134,8 @@ def _pooling(config: Any, path: str) -> str:
     poolings = {**MODES, **NAMED_MODES}
     names = {poolings.get(mode, "") for mode in found}
     if len(names) != 1 or "" in names:
-        raise ModelError(f"{brief(path)}/{CONFIG} pools by {brief(', '.join(found) or 'nothing')}")
+        raise ModelError(
+            f"{brief(path)}/{CONFIG} sets the poolings {brief(', '.join(found) or 'none')}; expected one that this "
+            "engine computes"
+        )
     return names.pop()

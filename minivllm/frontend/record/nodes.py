@@ -269,7 +269,7 @@ def _machine(bill: JsonObject) -> Iterator[DiffNode]:
     """Yield the nodes of the machine, of torch's settings and of environment variables."""
     subject = "the machine"
     for name, value in bill["machine"].items():
-        both = name == "native"  # missing in records of earlier versions and of GPUs
+        both = name == "native"  # the records of earlier versions and of GPUs have no native instruction set
         yield DiffNode(f"machine.{name}", "machine", value, subject=subject, counts=name in MACHINE, both=both)
     for name, value in bill.get("torch", {}).items():
         yield DiffNode(f"torch.{name}", "machine", value, both=True)

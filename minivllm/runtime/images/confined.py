@@ -57,7 +57,7 @@ class ConfinedImages:
         if source.kind == OBJECT or not isinstance(source.value, str):
             return await asyncio.to_thread(self.reader.prepare, source)
         if len(source.value) > LONGEST:
-            raise refuse(f"its file has more than {MAX_BYTES >> 20} MiB; send a smaller one")
+            raise refuse(f"the file has more than {MAX_BYTES >> 20} MiB; send a smaller one")
         key = await asyncio.to_thread(key_of, *salt, source.kind, repr(source.media_type), source.value)
         kept = self.reader.kept.get(key)
         if kept is not None:

@@ -67,11 +67,11 @@ def bytes_of_base64(text: Any, media_type: Any = None) -> bytes:
     if not isinstance(text, str):
         raise refuse(f"data={shown(text)}: expected base64 text")
     if len(text) * 3 // 4 > MAX_BYTES + 3:
-        raise refuse(f"its file has more than {MAX_BYTES >> 20} MiB; send a smaller one")
+        raise refuse(f"the file has more than {MAX_BYTES >> 20} MiB; send a smaller one")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise refuse("its base64 text is malformed") from None
+        raise refuse("the base64 text is malformed; encode the file again") from None
 
 
 def decoded(source: Any) -> Image:
@@ -111,7 +111,7 @@ def _check_size(width: int, height: int) -> None:
 def check_bytes(data: bytes) -> None:
     """Raise RequestError for a file that is too large."""
     if len(data) > MAX_BYTES:
-        raise refuse(f"its file has {len(data)} bytes; expected at most {MAX_BYTES}")
+        raise refuse(f"the file has {len(data)} bytes; expected at most {MAX_BYTES}")
 
 
 def file_of(source: Any) -> bytes | None:
@@ -166,10 +166,12 @@ def _of_file(module: Any, data: bytes) -> Image:
     except (RequestError, MemoryError):
         raise
     except (module.DecompressionBombError, module.DecompressionBombWarning):
-        raise refuse(f"it has more than {MAX_PIXELS} pixels; send a smaller one") from None
+        raise refuse(f"the image has more than {MAX_PIXELS} pixels; send a smaller one") from None
     except Exception as exc:  # decoders raise errors of many types on broken files
         why = "" if isinstance(exc, module.UnidentifiedImageError) else _first_line(exc)
-        raise refuse(f"its bytes are no picture that can be read{why}; expected PNG, JPEG, WebP, GIF or BMP") from None
+        raise refuse(
+            f"the bytes of the file are no picture that can be read{why}; expected PNG, JPEG, WebP, GIF or BMP"
+        ) from None
 
 
 def _opened(module: Any, data: bytes) -> Image:

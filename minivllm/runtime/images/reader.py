@@ -105,7 +105,7 @@ class ImageReader:
         values, shape, tokens = values_of(self.encoder(), pixels)
         if not 0 < tokens < self.max_tokens:
             most = f"max_model_len={self.max_tokens}"
-            raise refuse(f"it has {tokens} tokens; expected fewer than {most}: send a smaller one")
+            raise refuse(f"the image has {tokens} tokens; expected fewer than {most}: send a smaller one")
         return self.keep(PreparedImage(values, shape, tokens, digest))
 
     def keep(self, image: PreparedImage) -> PreparedImage:
@@ -147,7 +147,8 @@ def values_of(encoder: ImageEncoder, pixels: np.ndarray) -> tuple[np.ndarray, tu
 
 
 def read_source(source: ImageSource) -> Any:
-    """Return the bytes, PIL image or array of an image of a message.  RequestError for text that is not read."""
+    """Return the bytes, PIL image or array of an image of a message.  RequestError for a URL or base64 text that is not
+    accepted."""
     if source.kind == URL:
         return bytes_of_url(source.value)
     if source.kind == BASE64:

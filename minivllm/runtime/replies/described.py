@@ -1,4 +1,4 @@
-"""A parser that is made of a description."""
+"""A parser that is made from the description of a reply format."""
 
 from __future__ import annotations
 

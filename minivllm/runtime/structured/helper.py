@@ -111,12 +111,13 @@ class Helper:
             raise Stopped
         if ended == "time":
             raise ValueError(
-                f"it takes more than {self.seconds:g} s to compile: simplify it, or raise grammar_compile_seconds"
+                f"the grammar takes more than {self.seconds:g} s to compile: simplify it, or raise "
+                "grammar_compile_seconds"
             )
         if ended:
             raise ValueError(
-                f"it takes more than {self.megabytes} MB of memory to compile, or is more than the library can "
-                "hold: simplify it, or raise grammar_compile_mb"
+                f"the grammar takes more than {self.megabytes} MB of memory to compile, or is more than the "
+                "library can hold: simplify it, or raise grammar_compile_mb"
             )
         if "failed" in answer:
             raise PluginError(f"{self.name} failed: {answer['failed']}")
@@ -286,7 +287,7 @@ def try_out(plugin: Grammar, source: GrammarSource) -> None:
             raise ValueError(failed[0])
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:width])
         if not len(allowed):
-            raise ValueError("the tokens of this model cannot spell any text that fits it")
+            raise ValueError("the tokens of this model cannot spell any text that fits the grammar")
         token = int(rng.choice(allowed))
         if token in plugin.ctx.eos_ids:
             return

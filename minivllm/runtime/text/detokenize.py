@@ -144,7 +144,7 @@ class IncrementalDetokenizer:
         return self._decode(b"".join(map(self._bytes_of, ids)))
 
     def _finish_bytes(self) -> str:
-        """Return the rest of the text, for byte-level tokenizers."""
+        """Return the text that was held back, for byte-level tokenizers."""
         return self._decode(b"", True)
 
     def add(self, ids: Sequence[int]) -> str:
@@ -159,7 +159,7 @@ class IncrementalDetokenizer:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """Return the rest of the text.  Call it once, at the end."""
+        """Return the text that was held back.  Call it once, at the end."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:

@@ -83,7 +83,7 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
         raise file.refuse(f"{text}; {NO_TOKENIZER}")
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_texts(file, "tokens"))]
     if sum(len(token) ** 2 for token in tokens) > MOST_WORK:
-        raise file.refuse(f"its tokens are {sum(map(len, tokens))} characters long; expected shorter tokens")
+        raise file.refuse(f"the tokens have {sum(map(len, tokens))} characters in all; expected shorter tokens")
     if len(set(tokens)) < len(tokens):
         first = {token: i for i, token in reversed(list(enumerate(tokens)))}
         second, twice = next((i, token) for i, token in enumerate(tokens) if first[token] != i)

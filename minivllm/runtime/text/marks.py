@@ -83,7 +83,7 @@ class MarkedDetokenizer:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """Return the rest of the text.  Call it once, at the end."""
+        """Return the text that was held back.  Call it once, at the end."""
         return self._run.finish()
 
 

@@ -30,7 +30,7 @@ class ReadRoutes(NamedTuple):
 
 @dataclass
 class RouteColumns:
-    """The routes in a frame."""
+    """The expert routes in a frame, as columns."""
 
     rows: list[tuple[int, ...]] = field(default_factory=list)
     values: list[np.ndarray] = field(default_factory=list)

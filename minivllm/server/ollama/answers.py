@@ -101,7 +101,7 @@ class Gatherer:
         return found
 
     def _end(self, found: Pieces, call: Begun) -> None:
-        """Add the call that has ended."""
+        """Add to ``found`` the call whose arguments are now complete."""
         self._call = None
         text = "".join(self._arguments)
         arguments = json_object(text)

@@ -82,11 +82,11 @@ def test_a_hostile_grammar_costs_a_process_its_life_and_the_next_is_compiled(fak
     assert compiled(fake, "1").handle == "1"
     helper = fake.helpers.made[0]._process.pid
     cases = [
-        ("loop", "structured_outputs.regex: it takes more than 0.6 s to compile"),
+        ("loop", "structured_outputs.regex: the grammar takes more than 0.6 s to compile"),
         ("eat", "structured_outputs.regex: "),
-        ("die", "structured_outputs.regex: it takes more than 512 MB of memory to compile, or is more than"),
+        ("die", "structured_outputs.regex: the grammar takes more than 512 MB of memory to compile, or is more than"),
         ("refuse", "structured_outputs.regex: not this one"),
-        ("none", "structured_outputs.regex: the tokens of this model cannot spell any text that fits it"),
+        ("none", "structured_outputs.regex: the tokens of this model cannot spell any text that fits the grammar"),
     ]
     forks = fake.part.target == "test_grammars:Fake"
     for text, says in cases if forks else cases[::3]:
