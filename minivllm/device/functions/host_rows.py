@@ -45,7 +45,7 @@ class HostDraw:
         self.state.join(slot, torch.from_numpy(slot), joined)
 
     def __call__(self, logits: np.ndarray, ids: Sequence[int]) -> int:
-        x = torch.from_numpy(logits.astype(np.float32))  # a copy, because the functions may change their argument
+        x = torch.from_numpy(logits.astype(np.float32))  # a copy of the logits, because the functions may change it
         for function, takes_prompt in self.functions:
             arguments = [list(ids[self.prompt :]), x]
             if takes_prompt:
@@ -80,11 +80,11 @@ class HostDraw:
 
 
 def _takes_prompt(function: Callable[..., Any]) -> bool:
-    """Return whether a function takes three arguments, and False if it takes two.  RequestError for any other
-    number."""
+    """Return True if a function takes three arguments (with the prompt), False if it takes two.  RequestError for any
+    other number."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin function without a signature
+    except (TypeError, ValueError):  # Python has no signature for some builtin functions
         return False
     for count in (3, 2):
         try:
@@ -97,7 +97,8 @@ def _takes_prompt(function: Callable[..., Any]) -> bool:
 
 
 def _logits(value: Any, function: Callable[..., Any], vocab: int) -> torch.Tensor:
-    """Return the result of a function as float32 [V].  TypeError or ValueError if it is not the logits of V tokens."""
+    """Check the result ``value`` of a function, and return it as float32 [V].  TypeError or ValueError if it is not the
+    logits of V tokens."""
     if not isinstance(value, (torch.Tensor, np.ndarray, list)):
         raise TypeError(f"{shown(function)} returned {type(value).__name__}; expected the logits")
     x = torch.as_tensor(value).detach()

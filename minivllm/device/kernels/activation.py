@@ -16,8 +16,8 @@ from .eight_bits import TOP, codes_of, empty_rows, size_of, step_of
 from .launch import pdl, wait
 
 BLOCK = 2048
-LONGEST = 65536  # largest inner size, because ``gate_mul_rounded`` has a row in registers
-NUMBER = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}  # the number of an activation in kernels
+LONGEST = 65536  # largest inner size for ``gate_mul_rounded``, which keeps a whole row in registers
+NUMBER = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}  # name -> constant ACT of kernels
 
 
 @triton.jit

@@ -33,11 +33,11 @@ from triton.runtime.jit import JITFunction
 
 import minivllm
 
-THREADS = 16  # largest number of kernels that are compiled at the same time
+THREADS = 16  # largest number of threads that compile kernels
 aten = torch.ops.aten
-# operations that allocate memory and leave its content undefined
+# operations of torch that allocate memory and leave its content undefined
 _EMPTY = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
-# operations whose result is constant, regardless of their arguments' content
+# operations of torch whose result does not depend on the content of their arguments
 _CONSTANT = (
     aten.zeros_like,
     aten.ones_like,
@@ -51,7 +51,7 @@ _CONSTANT_OVERLOADS = (aten.fill_.Scalar,)
 
 
 def blank(x: torch.Tensor) -> torch.Tensor:
-    """Write zeros into memory whose content is undefined, and return it."""
+    """Fill a new tensor, whose content is undefined, with zeros, and return it."""
     return x.zero_()
 
 
@@ -66,18 +66,19 @@ class ShapesOnly(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # address -> storage whose content equals that of a real run; kept alive, so that no address is reused
+        # address -> storage with the content that a real run would have; the storages stay alive, so no address is
+        # reused
         self._certain: dict[int, Any] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return that ``torch.compile`` needs no protection from this mode.
+        """Return True: ``torch.compile`` needs no protection from this mode.
 
         The protection imports torch._dynamo at the first operation, which takes about a second of a start."""
         return False
 
     def forget(self, values: Any) -> None:
-        """Note that a kernel would write to the tensors in ``values``, a tree of Python containers."""
+        """Note that the content of the tensors in ``values`` is unknown, because a kernel would write to them."""
         for x in _tensors(values):
             self._certain.pop(x.untyped_storage().data_ptr(), None)
 
@@ -99,7 +100,7 @@ class ShapesOnly(TorchDispatchMode):
         return self._skip(func, args, kwargs, inputs)
 
     def _keep(self, x: torch.Tensor, partly: bool) -> None:
-        """Note a tensor that was computed.
+        """Note that the content of a tensor was really computed.
 
         ``partly`` means that other elements of its storage may hold other content.
         """
@@ -108,8 +109,8 @@ class ShapesOnly(TorchDispatchMode):
             self._certain[storage.data_ptr()] = storage
 
     def _skip(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
-        """Return the results of an operation that does not run."""
-        # arguments that the operation would overwrite, by the names by which its results alias them
+        """Return results of the right shape for an operation that is not run."""
+        # name of an alias set in the operation's schema -> argument that the operation would overwrite and return
         written = {}
         for at, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -134,7 +135,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _names(described: Any) -> frozenset[str]:
-    """Return the names of the memory (alias sets) of an argument or result in an operation's schema."""
+    """Return the names of the alias sets (shared memory) of an argument or result in the schema of an operation."""
     return frozenset(described.alias_info.before_set)
 
 
@@ -146,27 +147,28 @@ def _device(inputs: list[torch.Tensor]) -> torch.device:
 
 
 def _shape_of(x: Any) -> Any:
-    """Return a tensor without memory in the place of a tensor, other values unchanged."""
+    """Return a tensor on the ``meta`` device (without memory) of the same shape for a tensor; return other values
+    unchanged."""
     if not isinstance(x, torch.Tensor):
         return x
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
 
 
 def _memory_of(x: Any, device: torch.device) -> Any:
-    """Return a tensor with memory in the place of one without, other values unchanged."""
+    """Return a tensor of zeros on ``device`` for a tensor without memory; return other values unchanged."""
     if not isinstance(x, torch.Tensor):
         return x
     return blank(torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device))
 
 
 class CompileAhead:
-    """Compiles kernels in threads.  One thread at a time rehearses."""
+    """Compiles the kernels of rehearsed functions in threads.  Only one thread at a time may rehearse."""
 
     def __init__(self, device: torch.device, threads: int = 0) -> None:
         self.device = device
         count = threads or min(THREADS, len(os.sched_getaffinity(0)))
         self.pool = ThreadPoolExecutor(count, thread_name_prefix="minivllm-compile")
-        # (number of the function, key of the variant) -> compilation of the variant
+        # (id of the kernel function, key of the variant) -> compilation of the variant
         self.jobs: dict[tuple[int, Any], Future[None]] = {}
         self._found: dict[tuple[int, Any], Future[None]] = {}
 
@@ -189,7 +191,7 @@ class CompileAhead:
             job.exception()
 
     def close(self) -> None:
-        """Drop the compilations that have not begun."""
+        """Cancel the compilations that have not begun."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
@@ -218,14 +220,16 @@ class CompileAhead:
             JITFunction.run, JITFunction._do_compile = run, compile_one
 
     def _queue(self, function: Any, key: Any, compile_it: Callable[[], Any]) -> None:
-        """Queue a variant once.  If an earlier compilation failed, the launch of a real run reports the error."""
+        """Queue the compilation of a kernel's variant, unless it was queued before.
+
+        If a compilation fails, the launch in a real run reports the error."""
         at = id(function), key
         if at not in self.jobs:
             self.jobs[at] = self.pool.submit(self._compile, compile_it)
         self._found[at] = self.jobs[at]
 
     def _compile(self, compile_it: Callable[[], Any]) -> None:
-        """Compile a variant for the device."""
+        """Compile a kernel's variant for this object's device, in a thread."""
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 compile_it()
@@ -254,7 +258,7 @@ class CompiledMarks:
         return self._path(stage).exists()
 
     def set(self, stage: str) -> None:
-        """Note that the kernels of a stage are compiled.
+        """Write the file that marks the kernels of a stage as compiled.
 
         Without write access nothing is noted, and the next start rehearses again.
         """

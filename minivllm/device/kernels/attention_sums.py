@@ -30,34 +30,34 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 class SumTiles(NamedTuple):
-    """The tile of a program."""
+    """The numbers of keys and queries of a program's tile, and its warps and stages."""
 
     keys: int  # N
     queries: int  # M
     warps: int
-    stages: int  # tiles of queries in shared memory
+    stages: int  # number of tiles of queries that are in shared memory at a time
 
 
 # the fastest of eight on an H200: 2.99 ms for 16,384 tokens of 32 heads of 128 elements in bf16; 128 keys by 64 queries
 # with eight warps took 5.21 ms
 TILES = SumTiles(64, 128, 4, 2)
-NARROW = SumTiles(64, 32, 4, 2)  # for queries in float32, and for heads above 128 elements
+NARROW = SumTiles(64, 32, 4, 2)  # tile for float32 queries, and for heads of more than 128 elements
 
 
 class SummedRows(NamedTuple):
-    """The rows of a step whose attention is added up."""
+    """The rows of a step whose attention is summed over queries."""
 
     # i64 [6, R]: first token in the step, tokens in the step, stored tokens after the step, slot, address of the row's
     # sums of the group's first layer, and their number of elements for each layer
     table: Tensor
-    longest: int  # most stored tokens of a row
+    longest: int  # largest number of stored tokens of a row
     count: int  # R
 
 
 @triton.jit
 def _queries(q, q_tiles, begin, token, count, head, q_stride, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
              TMA: tl.constexpr):  # fmt: skip
-    """Load the queries [M, DP] of a head from a token of a row on."""
+    """Load M queries [M, DP] of a head, from the row's token ``token`` on."""
     if TMA:
         return q_tiles.load([begin + token, head * D])
     else:
@@ -175,7 +175,7 @@ def add_sums(
     ``lse`` f32 [T, heads] is the natural logarithm of the denominators.  ``number`` is the place of the layer in its
     group.  ``tiles`` None means the measured choice."""
     spec = layer.spec
-    # the interpreter does not support products of bfloat16
+    # Triton's interpreter does not support products of bfloat16
     dim, exact = spec.dim_qk, q.element_size() == 4 or q.device.type == "cpu"
     if q.stride(2) != 1 or q.stride(1) != dim:
         q = q.contiguous()

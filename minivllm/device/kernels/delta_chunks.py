@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.states import StepStates
 
 CHUNK, LONG = 64, 32  # tokens
-DIMS = (64, 128)  # sizes of a head; with fewer columns some numbers of stages gave wrong products in Triton 3.6
-TOKENS = 32  # tokens of a program of ``mix``
-# measured choices on an H200: warps, stages of loads, elements of a value for many and for few programs
+DIMS = (64, 128)  # supported sizes of a head; narrower products were wrong in Triton 3.6 with some numbers of stages
+TOKENS = 32  # number of tokens that each program of the kernel ``mix`` computes
+# constants that were fastest on an H200: warps, stages of loads, elements of a value for each of many or few programs
 WARPS, STAGES, PART, SMALL_PART, MANY = 4, 3, 64, 32, 128
-EPS = tl.constexpr(1e-6)  # eps of the norm of queries and keys
+EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys before the division
 
 
 class Chunks(NamedTuple):
-    """The chunks of the long rows of a step."""
+    """The division of a step's long rows into chunks of tokens."""
 
-    long: Tensor  # u8 [R], 1 for long rows
-    cuts: Tensor  # i32 [R, 4] tokens of the row before the end of each part, beginning with 0
-    row: Tensor  # i32 [chunks] row of each chunk, R for unused chunks at the end
-    first: Tensor  # i32 [R] number of the row's first chunk
+    long: Tensor  # u8 [R], 1 for rows that are computed in chunks
+    cuts: Tensor  # i32 [R, 4] 0, then the number of the row's tokens up to the end of each of its three parts
+    row: Tensor  # i32 [chunks] index of each chunk's row, R for unused chunks at the end
+    first: Tensor  # i32 [R] index of each row's first chunk
 
     @classmethod
     def none(cls, rows: int, device: torch.device) -> Chunks:
@@ -57,7 +57,7 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(step: StepStates, tokens: int) -> Chunks:
-    """Return the chunks of a step of ``tokens`` tokens.  Nothing is read on the host."""
+    """Divide the long rows of a step of ``tokens`` tokens into chunks.  No tensor is read on the host."""
     n = step.cu_q[1:] - step.cu_q[:-1]
     long = (n >= LONG) & (step.behind <= 0) & ~step.drafts
     copied = step.save_at - step.start[:, None]

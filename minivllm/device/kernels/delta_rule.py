@@ -27,12 +27,12 @@ from .launch import compile_once, kernel, pdl, release, settle, wait
 if TYPE_CHECKING:
     from minivllm.core.interfaces.states import StepStates
 
-OF_ROWS = ("rows", "start", "behind", "cu_q", "save_at", "save_to")  # arguments of kernels that change in each step
-MOST_TAPS = 3  # number of earlier inputs that the convolution reads for a token, at most
-EPS = tl.constexpr(1e-6)  # eps of the norm of queries and keys
-# measured choices on an H200 with value dim 128: elements of a state per warp, number of rows that counts as few
+OF_ROWS = ("rows", "start", "behind", "cu_q", "save_at", "save_to")  # kernel arguments that differ in each step
+MOST_TAPS = 3  # largest number of earlier inputs that the convolution reads for a token
+EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys before the division
+# constants that were fastest on an H200 with value dim 128: elements of a state per warp, largest number of few rows
 WARP, FEW_ROWS, PART = 4096, 4, 32
-HEADS = 8  # heads of tokens in a program of the gated norm
+HEADS = 8  # number of (token, head) pairs that each program of the gated norm computes
 
 
 @triton.jit
@@ -75,7 +75,8 @@ def _window(ring, at, position, c, on, C: tl.constexpr, RING: tl.constexpr, W: t
 
 @triton.jit
 def _advance(S, q, k, v, a, b, decay_rate, dt):
-    """Return (state after the token, output): S [DK, BV], q and k [DK], v [BV]."""
+    """Apply the delta rule for one token to the state S [DK, BV]; return (new state, output).  q and k are [DK], v is
+    [BV]."""
     gated = a + dt
     soft = tl.where(gated > 20.0, gated, tl.log(1.0 + tl.exp(tl.minimum(gated, 20.0))))
     S = S * tl.exp(-decay_rate * soft)
@@ -112,7 +113,7 @@ def _scan(
     tile = (head * DK + ok)[:, None] * DV + ov[None, :]
     on = on_k[:, None] & on_v[None, :]
     size: tl.constexpr = HV * DK * DV
-    mine = tl.load(long + row) == 0  # long rows are computed in chunks
+    mine = tl.load(long + row) == 0  # long rows are left to ``delta_chunks``
     on, n = on & mine, tl.where(mine, n, 0)
     usable, fold = gap >= 0, tl.maximum(gap, 0)
     begin = first - fold
@@ -248,7 +249,7 @@ def _one(
         o = (o * tl.load(norm + ov, mask=on_v, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
         o = o * gate * tl.sigmoid(gate)
     tl.store(out + (t * HV + head) * DV + ov, o.to(out.dtype.element_ty), mask=on_v & mine)
-    spare = row >= tl.load(cu_q + R)  # a token that belongs to no row
+    spare = row >= tl.load(cu_q + R)  # whether the token is padding, which belongs to no row
     tl.store(
         out + (row.to(tl.int64) * HV + head) * DV + ov, tl.zeros_like(o).to(out.dtype.element_ty), mask=on_v & spare
     )
@@ -335,7 +336,7 @@ def _norm(
     dtype = y.dtype.element_ty
     place = which[:, None] * DV + at[None, :]
     on = (which < N)[:, None] & (at < DV)[None, :]
-    there = on & (token < tl.load(cu_q + R))[:, None]  # tokens that belong to no row become zeros
+    there = on & (token < tl.load(cu_q + R))[:, None]  # false for padding tokens, whose results become zeros
     x = tl.load(o + place, mask=there, other=0.0).to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x, 1) / DV + eps)[:, None]).to(dtype).to(tl.float32)
     x = (x * tl.load(weight + at, mask=at < DV, other=0.0).to(tl.float32)[None, :]).to(dtype).to(tl.float32)
@@ -486,7 +487,7 @@ def chunks_of(
 
 
 def warps_of(keys: int, part: int) -> int:
-    """Return the warps of a program whose state has ``keys`` times ``part`` elements."""
+    """Return the number of warps of a program that computes a state of ``keys`` times ``part`` elements."""
     return min(max(keys * part // WARP, 1), 8)
 
 

@@ -101,8 +101,8 @@ def _commit(
     first = tl.load(known + slot)
     ended = tl.load(stopped + slot) != 0
     begins = tl.load(draft + head) == 0
-    on = begins  # the next row belongs to this sequence
-    alive = ended == 0  # all drafts so far were drawn, and no token ended the sequence
+    on = begins  # whether the next row belongs to this sequence
+    alive = ended == 0  # whether all drafts so far were drawn, and no token ended the sequence
     finished = ended & (ended == 0)
     got = first * 0
     ot, oi = tl.arange(0, P), tl.arange(0, IDS)
@@ -113,7 +113,8 @@ def _commit(
         position = first + j
         raw = tl.load(drawn + row, mask=on, other=0)
         token = tl.minimum(tl.maximum(raw, 0), width - 1)
-        tl.store(drawn + row, token, mask=on)  # clamped, because later kernels use it as an index
+        # clamped to the vocabulary, because later kernels use the id as an index
+        tl.store(drawn + row, token, mask=on)
         tile = tl.load(best + row * TILES + ot, mask=(ot < TILES) & on, other=float("-inf"))
         peak = tl.max(tl.where(tile != tile, float("inf"), tile), 0)
         bad = (peak == float("inf")) | (peak == float("-inf"))
@@ -125,7 +126,8 @@ def _commit(
         flags = tl.where(raw != token, _FAILED, flags)
         flags = tl.where(bad, _NAN, flags)
         at = tokens + slot * tokens_stride + position
-        guess = tl.load(at, mask=on, other=-1)  # the draft of the next row, read before the drawn token overwrites it
+        # draft of the next row, loaded before the drawn token is stored in its place
+        guess = tl.load(at, mask=on, other=-1)
         accept = on & alive & (bad == 0) & (raw == token)
         tl.store(at, token.to(tl.int32), mask=accept)
         tl.store(out + row, token.to(tl.int32), mask=on)

@@ -15,12 +15,12 @@ from torch import Tensor
 from .launch import kernel, pdl, wait
 
 TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-LARGEST = 16256.0  # 127 times 128, of two parts of 8 bits
+LARGEST = 16256.0  # 127 * 128: the largest number that a high and a low part of 8 bits represent
 
 
 @triton.jit
 def size_of(v):
-    """Return |v| of float32 as the int32 with the same bits.
+    """Return the bits of |v|, for v float32, as an int32.
 
     These integers have the order of the numbers, with NaN above all numbers.  A maximum of floats would ignore NaN.
     """
@@ -69,7 +69,8 @@ def empty_rows(m: int, k: int, dtype: torch.dtype, device: torch.device) -> tupl
 def _rows(
     x, q, scale, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Round a row to 8 bits: WHOLE as int8, otherwise as float8.  q may have a wider dtype."""
+    """Round a row of x to 8-bit codes q and a scale: int8 codes with WHOLE, otherwise float8.  q may have a wider
+    dtype."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ok = tl.arange(0, BK)

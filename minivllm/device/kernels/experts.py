@@ -32,10 +32,10 @@ from .activation import NUMBER, activate
 from .launch import kernel, pdl, wait
 from .router import assign
 
-FEW = 4  # largest number of tokens for which each pair reads the weights of its expert separately
-# largest number of pairs for which the blocks of a grouped product find their pairs without ``assign``
+FEW = 4  # up to this number of tokens each (token, expert) pair reads the weights of its expert separately
+# up to this number of (token, expert) pairs, the blocks of a grouped product find their pairs without ``assign``
 MOST_PAIRS = 128
-OAI = 5  # number of the activation "swiglu_oai", a function of both gate and up
+OAI = 5  # number by which kernels are told the activation "swiglu_oai", a function of both gate and up
 # Most pairs of an expert; then BM, BN, BK for elements of 2 bytes, stages and warps of ``up`` and of ``down``.
 TILES = (
     (12, (16, 64, 128, 2, 4), (16, 64, 128, 3, 4)),
@@ -63,7 +63,7 @@ def _up_few(
     PARTS: tl.constexpr, PARTS_P: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gated product of a pair of token and expert, y [pairs, N]."""
+    """Compute activation(gate) * up for one (token, expert) pair and a tile of outputs: y [pairs, N]."""
     wait(PDL)
     pair = tl.program_id(1)
     row = pair // K
@@ -164,7 +164,8 @@ def _up(
     ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gated products of a block, y [blocks * BM, N], in the order of the blocks.
+    """Compute activation(gate) * up for a block of (token, expert) pairs: y [blocks * BM, N], in the order of the
+    blocks.
 
     ``weight`` is a descriptor over [E * 2 N, H].
     """
@@ -207,7 +208,7 @@ def _down(
     BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of a block times the router's weights, y [pairs, H].
+    """Compute the experts' outputs for a block of (token, expert) pairs, times the router's weights: y [pairs, H].
 
     The descriptors are over h [blocks * BM, N] and [E * H, N].
     """
@@ -270,12 +271,13 @@ def _combine(
 
 
 class ResidualNorm(NamedTuple):
-    """The residual to which the experts' output is added in place, and the RMSNorm that follows."""
+    """The residual stream to which the experts' output is added in place, and the RMSNorm that is computed of the
+    sum."""
 
     residual: Tensor  # [T, H]
     norm: Tensor  # [H]
     eps: float
-    whole: bool  # whether the kernel also divides by the root mean square
+    whole: bool  # whether the kernel completes the norm by the division by the root mean square
 
 
 class SharedOutput(NamedTuple):
@@ -289,7 +291,7 @@ class SharedOutput(NamedTuple):
 
 
 def few_tiles(inp: int, gated: bool) -> dict[str, int]:
-    """Return the tile of a matvec over ``inp`` inputs."""
+    """Return the tile of the kernels for few tokens (matrix-vector products), for weights of ``inp`` inputs."""
     if gated:
         return dict(BN=8, BK=min(256, triton.next_power_of_2(inp)), STAGES=2, num_warps=4)
     return dict(BN=8, BK=min(1024, triton.next_power_of_2(inp)), STAGES=4, num_warps=8)
@@ -355,7 +357,7 @@ class ExpertProducts:
     def _around(
         self, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, limit: float | None, alpha: float
     ) -> None:
-        """Store biases and activation, which do not depend on the format of the weights."""
+        """Store the biases and the activation of the experts."""
         self.up_bias, self.down_bias = up_bias, down_bias
         self.activation = OAI if activation == "swiglu_oai" else NUMBER[activation]
         self.limit, self.alpha = float("inf") if limit is None else limit, alpha
@@ -386,7 +388,7 @@ class ExpertProducts:
         norm = dict(PARTS=parts, PARTS_P=triton.next_power_of_2(max(parts, 1)))
         given = x if squares is None else squares
         if t <= self.few and not self.fixed:
-            # in float16 the values before the division may overflow
+            # not for float16, in which the values before the norm's division may overflow
             apart = stream is not None and (stream.whole or x.dtype == torch.float16)
             apart = apart or shared is not None
             y, found = self._few(x, ids, weights, given, eps, norm, None if apart else stream)

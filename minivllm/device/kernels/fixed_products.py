@@ -38,28 +38,28 @@ from .launch import capability, kernel, pdl, wait
 
 MOST_LEAVES = 8
 UNIT = 64  # number of inputs; a leaf has a multiple of it, so that each tile's loop over the inputs ends with the leaf
-STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
-GROUP = 8  # row tiles that neighbouring programs share
+STAGE_BYTES = 208 * 1024  # bytes of shared memory for tiles that are being loaded or multiplied
+GROUP = 8  # number of row tiles over which neighbouring programs are distributed, so that they share cached weights
 # Measured on an H200 (2026-11-29, ``docs/performance.md``).
 SPREAD_TILES = 32  # largest number of tiles with few rows for which each leaf has a program
 NARROW, WIDE = 2048, 8192  # up to NARROW outputs, tiles have fewer outputs; from WIDE outputs on, a gated tile has more
-COUNTERS = 1024  # counters of arrived programs, one per tile of a product whose leaves have separate programs
+COUNTERS = 1024  # number of counters of arrived programs, one for each tile of a product with a program for each leaf
 
 
 class ProductTile(NamedTuple):
-    """The part of a product that one program computes."""
+    """The sizes of the part of a product that one program computes."""
 
     rows: int  # BM
-    outputs: int  # BN, the outputs of a tile; a multiple of 64
-    inputs: int  # BK, the inputs of one step of the loop
+    outputs: int  # BN, number of outputs of a tile; a multiple of 64
+    inputs: int  # BK, number of inputs of one step of the loop
     warps: int = 4
-    spread: bool = False  # each leaf has a program
-    stages: int = 0  # steps in flight; 0 means as many as fit, 6 at most
+    spread: bool = False  # whether each leaf (part of the inputs) has its own program
+    stages: int = 0  # steps of the loop whose tiles are loaded at the same time; 0 means as many as fit, at most 6
 
 
 @triton.jit
 def _place(M, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Return the row tile and the output tile of this program.
+    """Return the index of the row tile and that of the output tile of this program.
 
     Programs of neighbouring numbers share GROUP row tiles, which stay in the second-level cache."""
     rows, tiles = (M + BM - 1) // BM, (N + BN - 1) // BN
@@ -168,7 +168,7 @@ def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool, gated: bool) -> l
 
 @cache
 def _sums(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, tile: ProductTile) -> Tensor:
-    """Return the product of random rows and a small random weight by a tile, on a GPU.
+    """Compute the product of random rows and a small random weight with a tile, on a GPU.
 
     A third of the rows is a thousand times as large as the others."""
     random = torch.Generator(device).manual_seed(0)
@@ -179,7 +179,7 @@ def _sums(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, ti
 
 
 def agreeing(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, tiles: Iterable[ProductTile]) -> bool:
-    """Return whether some tiles give the same bits on a device, for a small weight.  True where no GPU is."""
+    """Return whether all ``tiles`` give the same bits on a device, tested with a small weight.  True without a GPU."""
     if capability(device) == 0:
         return True
     compared = dict.fromkeys(one for tile in tiles for one in (tile, tile._replace(spread=False)))

@@ -19,9 +19,9 @@ from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
 from .split_sums import drained, together
 
-DOTS = 256  # largest number of rows for which ``dots`` is used
-DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` converts at a time
-PROGRAMS = (128, 256)  # least number of programs after splitting sums, for up to 16 rows and for more
+DOTS = 256  # largest number of rows of x that the kernel ``dots`` multiplies
+DENSE_AT_ONCE = 1 << 27  # largest number of elements of a weight that ``dense`` converts at a time
+PROGRAMS = (128, 256)  # sums are split until there are this many programs: for up to 16 rows, for more rows
 MOST_SPLIT = 8
 
 
@@ -53,7 +53,7 @@ def _numbers(
     weight, scale, zero, out, first, K: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BB: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers of rows from ``first`` on to out [rows, K].  A program handles BB elements of a row."""
+    """Dequantize the weight's rows from ``first`` on to out [rows, K].  A program handles BB elements of a row."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ok = tl.program_id(1) * BB + tl.arange(0, BB)
@@ -148,7 +148,7 @@ class GroupedProduct:
         return y
 
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Return some rows of the weight as numbers [rows, K]."""
+        """Dequantize some rows of the weight to ``dtype``: [rows, K]."""
         out = torch.empty((rows.stop - rows.start, self.k), dtype=dtype, device=self.weight.device)
         zero, grid = self.scale if self.zero is None else self.zero, (len(out), triton.cdiv(self.k, 2048))
         _numbers[grid](self.weight, self.scale, zero, out, rows.start, BB=2048, **self._sizes, **pdl(out))

@@ -26,8 +26,8 @@ from torch import Tensor
 from .launch import kernel
 from .pages import ELEMENTS, PINNED_FROM
 
-SCORES = 1024  # scores that a program reads at once
-GATHERED = 64  # tokens that a program of ``gather`` copies
+SCORES = 1024  # number of scores that a program reads at a time
+GATHERED = 64  # number of tokens that each program of the kernel ``gather`` copies
 # bytes of a chunk of a move, and rows of a launch: on an H200 a row of 4,000 tokens in 32 layers takes 0.28 ms,
 # 0.32 ms with chunks of 16 KiB, and 0.61 ms as one of eight rows of a launch
 MOVED, ROWS = 32 << 10, 2
@@ -37,7 +37,7 @@ WHOLE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by by
 class Move(NamedTuple):
     """The kept tokens of a row in the layers of a KV group, and their blocks before and after the move."""
 
-    tokens: Tensor  # i32 [layers, kv_heads, kept], ascending
+    tokens: Tensor  # i32 [layers, kv_heads, kept] indices of the kept tokens in the row, ascending
     sources: Tensor  # i32 [blocks]
     targets: Tensor  # i32 [blocks]
 
@@ -73,7 +73,7 @@ def _move(
         read = base + ((source * HEADS + head) * elements)[:, None] + column[None, :]
         written = base + ((target * HEADS + head) * elements)[:, None] + column[None, :]
         x = tl.load(read, mask=moved)
-        tl.debug_barrier()  # all threads have loaded the chunk before one of them overwrites a part of it
+        tl.debug_barrier()  # all threads must have loaded the chunk before one of them overwrites a part of it
         tl.store(written, x, mask=moved)
 
 
@@ -99,10 +99,10 @@ def _gather(
 
 @triton.jit
 def _ranks(scores, at, stored):
-    """Return the scores as whole numbers u32 in the same order.  Numbers behind the last score are 0."""
+    """Load scores as u32 numbers (ranks) that have the same order.  Ranks behind the last score are 0."""
     on = at < stored
     x = tl.load(scores + at, mask=on, other=0.0)
-    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)  # both zeros are equal
+    bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)  # -0 becomes 0, so that both have the same rank
     ranks = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where(on, ranks, 0)
 
@@ -126,7 +126,7 @@ def _choose(scores, chosen, stored, kept, N: tl.constexpr):
     found = tl.zeros([N], tl.int32)
     for first in range(0, stored, N):
         found += (_ranks(scores, first + tl.arange(0, N), stored) > lowest).to(tl.int32)
-    equal = kept - tl.sum(found, 0)  # tokens with the lowest kept score that stay
+    equal = kept - tl.sum(found, 0)  # number of tokens with the lowest kept score that are kept
     seen = tl.zeros((), tl.int32)
     placed = tl.zeros((), tl.int32)
     for first in range(0, stored, N):
@@ -178,7 +178,7 @@ class GroupTensors:
         return all(tensor.is_contiguous() for cache in caches for tensor in cache.values())
 
     def _look(self) -> None:
-        """Read the addresses of the tensors, which change when an engine sleeps."""
+        """Build the table of the tensors' addresses again if they have changed, as after a sleep of the engine."""
         tensors = [(i, tensor) for i, cache in enumerate(self.caches) for tensor in cache.values()]
         addresses = [tensor.data_ptr() for _, tensor in tensors]
         if addresses == self._addresses:

@@ -41,21 +41,21 @@ def kernel(*changing: str) -> Callable[[Any], Any]:
 
 @triton.jit
 def release(PDL: tl.constexpr):
-    """Allow the next kernel to start."""
+    """Allow the next kernel of the stream to start before this one has ended."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def settle(PDL: tl.constexpr):
-    """Wait until the kernel before has ended."""
+    """Wait until the preceding kernel of the stream has ended."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Allow the next kernel to start, and wait for the last one."""
+    """Allow the next kernel of the stream to start, then wait until the preceding one has ended."""
     release(PDL)
     settle(PDL)
 
@@ -107,11 +107,12 @@ def keep_room(launched: Any, programs: int, device: torch.device) -> None:
 
 @cache
 def _prefer(function: int, percent: int) -> None:
-    """Set the share of its largest shared memory that a multiprocessor reserves for a kernel."""
+    """Set the share, in percent, of its largest shared memory that a multiprocessor reserves for a kernel."""
     carveout = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     try:
         ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), carveout, percent)
-    except (OSError, AttributeError):  # only a preference, without which kernels are slower
+    # the driver cannot be called; the kernel then runs with its default, which is only slower
+    except (OSError, AttributeError):
         return
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from .launch import kernel, pdl, wait
 from .peaks import TILE
 
-MOST = 32  # largest k of the kernels
-GROUPS = 2048  # largest number of groups of lanes in a row
+MOST = 32  # largest number k of best tokens that the kernels find
+GROUPS = 2048  # largest number of groups into which the logits of a row are divided
 
 
 @kernel("chosen", "k")
@@ -45,7 +45,7 @@ def _parts(
     out = part + (row * TILES + tile) * 3
     tl.store(out, best)
     tl.store(out + 1, tl.sum(e, 0))
-    # exact in float32, because the count is at most TILE
+    # float32 counts exactly, because the count is at most TILE
     tl.store(out + 2, tl.sum((x > value).to(tl.int32), 0).to(tl.float32))
     if k > 0:
         groups: tl.constexpr = TILE // GROUP

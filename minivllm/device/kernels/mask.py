@@ -32,7 +32,7 @@ def _apply(x, stride, index, mask, WORDS, V, BLOCK: tl.constexpr, PDL: tl.conste
 
 
 def apply(x: Tensor, index: Tensor, mask: Tensor) -> None:
-    """Mask x [rows, V] of any float dtype, whose last dimension is contiguous.
+    """Set logits x [rows, V] of forbidden tokens to -inf, in place.  x has any float dtype, and contiguous rows.
 
     ``index`` i32 [rows] is the row of ``mask`` i32 [n, ceil(V / 32)] for each row, -1 for none.
     """
@@ -75,7 +75,8 @@ class DeviceMasks:
         """
         n, used = len(rows), self.rows + len(rows) * self.words
         if self._copied is not None:
-            self._copied.synchronize()  # the host's memory may be written again; the copy ended long ago
+            # the host memory of the masks is written again below; the last copy from it has normally ended long ago
+            self._copied.synchronize()
         self._numpy[: self.rows] = -1
         self._numpy[rows] = np.arange(n)
         if mask.ctypes.data != self.host.ctypes.data:
@@ -83,13 +84,13 @@ class DeviceMasks:
         if self._stream is None:
             self._held[:used].copy_(self._host[:used])
             return
-        self._stream.wait_event(self._read)  # does not wait for an event that was never recorded
+        self._stream.wait_event(self._read)  # returns at once for an event that was never recorded
         with torch.cuda.stream(self._stream):
             self._held[:used].copy_(self._host[:used], non_blocking=True)
             self._copied.record()
         torch.cuda.current_stream().wait_event(self._copied)
 
     def read_now(self) -> None:
-        """Record that the last use of these masks has been enqueued."""
+        """Record an event behind the last operation that reads these masks, so that the next copy waits for it."""
         if self._stream is not None:
             self._read.record()

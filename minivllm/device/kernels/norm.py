@@ -50,7 +50,7 @@ def _add_norm(x, residual, first, weight, bias, y, scale, x_stride, first_eps, e
     if BIAS:
         normed += tl.load(bias + at, mask=on, other=0.0).to(tl.float32)
     if TOP > 0:
-        normed = normed.to(x.dtype.element_ty).to(tl.float32)  # rounded as the separate norm does
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)  # rounded here, because the separate norm rounds here too
         step, inverse = step_of(tl.max(size_of(tl.where(on, normed, 0.0)), 0), TOP)
         tl.store(scale + row, step)
         normed = codes_of(normed, step, inverse, TOP, WHOLE)

@@ -48,7 +48,10 @@ def _up(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gated products of a block, y [blocks * BM, N], in the order of the blocks, from rows [E * 2 N, H]."""
+    """Compute activation(gate) * up for a block of (token, expert) pairs: y [blocks * BM, N], in the order of the
+    blocks.
+
+    The weight is [E * 2 N, H]."""
     wait(PDL)
     tile, block = tl.program_id(0), tl.program_id(1)
     e, pair = _block(order, expert, pairs, block, BM, FROM)
@@ -88,8 +91,9 @@ def _down(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of a block of h [blocks * BM, N] times the router's weights, y [pairs, H], from rows [E
-    * H, N].
+    """Compute the experts' outputs for a block of h [blocks * BM, N], times the router's weights: y [pairs, H].
+
+    The weight is [E * H, N].
     """
     wait(PDL)
     tile, block = tl.program_id(0), tl.program_id(1)
@@ -112,7 +116,7 @@ def _down(
 
 
 class _Packed:
-    """One of the two weights of all experts, in the form that the kernels read."""
+    """The quantized gate-and-up weight, or the down weight, of all experts, in the form that the kernels read."""
 
     def __init__(self, stored: StoredWeight) -> None:
         self.weight, self.scale = stored.weight, stored.scale
@@ -129,19 +133,19 @@ def takes(stored: StoredWeight | None) -> int:
     rows, inputs = stored.weight.shape
     group = stored.group or inputs
     if group & (group - 1) and (group <= 64 or stored.scale.numel() != rows):
-        return 0  # a tile of up to 128 inputs lies in one group, or consists of whole groups
+        return 0  # the kernels need tiles of up to 128 inputs that lie in one group or consist of whole groups
     if stored.weight.dtype in (torch.int8, torch.float8_e4m3fn):
         return 8
     if stored.weight.dtype != torch.uint8 or not stored.group:
         return 0
-    each = stored.scale.numel() // rows * stored.group  # inputs of a row
+    each = stored.scale.numel() // rows * stored.group  # number of inputs that the scales of a row cover
     if each == 2 * inputs:
-        return 0 if stored.group % 32 else 4  # inputs of a row
+        return 0 if stored.group % 32 else 4
     return 8 if each == inputs and stored.zero is not None else 0
 
 
 def runs(weight: Tensor) -> bool:
-    """Return whether Triton supports the numbers of a weight on its device."""
+    """Return whether Triton supports the dtype of a weight on its device."""
     if weight.device.type != "cuda" or torch.version.hip is not None:
         return False
     least = (8, 9) if weight.dtype == torch.float8_e4m3fn else (8, 0)
@@ -155,7 +159,7 @@ class PackedExperts(ExpertProducts):
     are [E, 2 I] and [E, H].
     """
 
-    few = 0  # blocks of one pair are as fast as matrix-vector products
+    few = 0  # no separate kernel for few tokens, because blocks of one pair are as fast
 
     def __init__(
         self,
@@ -174,7 +178,8 @@ class PackedExperts(ExpertProducts):
         self.fixed = False
 
     def _tile(self, pairs: int, gated: bool) -> dict[str, int]:
-        table = TILES[max(one.form for one in self.packed)]  # both products use the same blocks of pairs
+        # one choice for both products, which share the blocks of pairs
+        table = TILES[max(one.form for one in self.packed)]
         up, down = next(both for most, *both in table if pairs / self.count <= most)
         return dict(zip(("BM", "BN", "BK", "STAGES", "num_warps"), up if gated else down, strict=True))
 

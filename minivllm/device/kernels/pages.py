@@ -18,8 +18,8 @@ from torch import Tensor
 
 from .launch import kernel
 
-CHUNK = 1024  # elements that a program moves
-PINNED_FROM = 4096  # size in bytes from which the host waits for the copy of an array that is not pinned
+CHUNK = 1024  # number of elements of a block that each program copies
+PINNED_FROM = 4096  # arrays of at least this many bytes are pinned, because the host would wait for their copies
 ELEMENTS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
 
 
@@ -47,7 +47,7 @@ def _move(
 
 
 def _launch(table: Tensor, blocks: Sequence[int], addresses: Sequence[int], chunks: int, unit: int, pack: bool) -> None:
-    """Move blocks of the tensors in a table i64 [3, count] on the current stream."""
+    """Copy blocks between the tensors in ``table`` i64 [3, count] and pages at ``addresses``, on the current stream."""
     where = torch.tensor([blocks, addresses], dtype=torch.int64)
     if table.device.type == "cuda" and where.nbytes >= PINNED_FROM:
         where = where.pin_memory()
@@ -74,7 +74,7 @@ class PageTable:
         self._look()
 
     def _look(self) -> None:
-        """Read the addresses of the tensors, which change when an engine sleeps."""
+        """Build the table of the tensors' addresses again if they have changed, as after a sleep of the engine."""
         addresses = [t.data_ptr() for t in self._tensors]
         if addresses == self._addresses:
             return

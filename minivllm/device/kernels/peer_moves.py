@@ -27,7 +27,7 @@ def _await(at, number):
     Earlier writes of that GPU are then visible.
     """
     seen = tl.atomic_add(at, 0, sem="acquire", scope="sys")
-    while seen - number < 0:  # compare the difference, because the number may wrap
+    while seen - number < 0:  # the difference is compared, because the 32-bit count may wrap around
         seen = tl.atomic_add(at, 0, sem="acquire", scope="sys")
 
 
@@ -56,7 +56,7 @@ def gather(
         number += 1
         row, at = tl.cast(tile // tiles, tl.int64), (tile % tiles) * TILE + within
         on = at < COLUMNS
-        # the same for every TILE and dtype, so that places of programs never overlap between calls
+        # equal for every TILE and dtype, so that the places of different programs never overlap
         place = PLACES + ((number & 1) * BLOCKS + block).to(tl.int64) * (SIZE * PLACE)
         mine = tl.load(x + row * COLUMNS + at, mask=on, other=0.0)
         if rank == 0:
@@ -77,11 +77,11 @@ def gather(
             tl.debug_barrier()
             there = _at(peers, 0, place + rank * PLACE, element)
             tl.store(there + within, mine, mask=on)
-            tl.debug_barrier()  # the writes of all threads come before the flag of one thread
+            tl.debug_barrier()  # all threads must have written their data before one thread sets the flag
             flag = (tl.load(peers) + FLAGS).to(tl.pointer_type(tl.int32)) + block * SIZE + rank
             tl.atomic_xchg(flag, number, sem="release", scope="sys")
     tl.store(count + block, number)
-    if block == 0:  # both numbers are reported if the program had several meetings
+    if block == 0:  # report the last exchange that this program has begun and ended
         tl.store(progress, number)
         tl.store(progress + 1, number)
 

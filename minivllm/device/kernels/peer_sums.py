@@ -31,13 +31,14 @@ import triton.language as tl
 
 from .launch import kernel, wait
 
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # layout of numbers in 32-bit words: one float32, or a pair of 16-bit numbers
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # content of a 32-bit word: one float32, or a pair of 16-bit numbers
 _BFLOAT16, _FLOAT16 = tl.constexpr(BFLOAT16), tl.constexpr(FLOAT16)
 
 
 @triton.jit
 def _numbers(words, KIND: tl.constexpr):
-    """Return the numbers of words i32 as float32, at even and at odd places.  For FLOAT32 both are the same."""
+    """Unpack 32-bit words to float32: the elements at even and those at odd indices.  For FLOAT32 both results are the
+    same."""
     if KIND == _BFLOAT16:
         even = (words << 16).to(tl.float32, bitcast=True)
         odd = (words & -65536).to(tl.float32, bitcast=True)
@@ -52,7 +53,7 @@ def _numbers(words, KIND: tl.constexpr):
 
 @triton.jit
 def _words(even, odd, KIND: tl.constexpr):
-    """Round numbers at even and odd places to the dtype, and return them as words i32."""
+    """Round the elements at even and at odd indices to the dtype, and pack them into words i32."""
     if KIND == _BFLOAT16:
         low = even.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         words = low | (odd.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
@@ -77,7 +78,7 @@ def _add_and_norm(
     place = tl.arange(0, at.shape[0])
     if BIAS:
         b_even, b_odd = _numbers(tl.load(bias + place, mask=on, other=0), KIND)
-        # rounded in the same way as a product before its bias is added
+        # rounded to the dtype first, as a product is rounded before its bias is added
         even, odd = _numbers(_words(even, odd, KIND), KIND)
         even += b_even
         odd += b_odd
@@ -154,7 +155,7 @@ def sum_by_words(
         odd += o
     _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, on, eps, DIM, KIND, WIDE, BIAS, ADD,
                   NORM)  # fmt: skip
-    tl.debug_barrier()  # every thread must have loaded the count before it changes
+    tl.debug_barrier()  # all threads must have loaded the count before one of them changes it
     tl.store(count + row, number)
     if row == 0:
         tl.store(progress + 1, number)
@@ -162,12 +163,13 @@ def sum_by_words(
 
 @triton.jit
 def _meet(peers, rank, block, number, flags, SIZE: tl.constexpr):
-    """Send ``number`` to the same program of all other ranks, and wait until they have sent it too.
+    """Send ``number``, the count of exchanges, to the same program of all other ranks, and wait until these have sent
+    it too.
 
     ``flags`` is the offset of i32 [blocks, SIZE] in a region.  All earlier writes of these programs are visible
     afterwards.
     """
-    tl.debug_barrier()  # the writes of all threads come before the flag of one thread
+    tl.debug_barrier()  # all threads must have written their data before one thread sets the flag
     for r in tl.static_range(SIZE):
         if r != rank:
             there = (tl.load(peers + r) + flags).to(tl.pointer_type(tl.int32))
@@ -176,7 +178,7 @@ def _meet(peers, rank, block, number, flags, SIZE: tl.constexpr):
     for r in tl.static_range(SIZE):
         if r != rank:
             seen = tl.atomic_add(here + block * SIZE + r, 0, sem="acquire", scope="sys")
-            while seen - number < 0:  # compare the difference, because the number may wrap
+            while seen - number < 0:  # the difference is compared, because the 32-bit count may wrap around
                 seen = tl.atomic_add(here + block * SIZE + r, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
 
@@ -256,6 +258,6 @@ def sum_by_flags(
             _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, mask, eps, DIM, KIND, WIDE,
                           BIAS, ADD, NORM)  # fmt: skip
     tl.store(count + block, number)
-    if block == 0:  # both numbers are reported if the program had several meetings
+    if block == 0:  # report the last exchange that this program has begun and ended
         tl.store(progress, number)
         tl.store(progress + 1, number)

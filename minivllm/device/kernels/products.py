@@ -28,11 +28,11 @@ from .launch import kernel, pdl, roomy, wait
 # largest number of rows for which this product is faster than the library's product with two kernels (measured on an
 # H200)
 MOST_ROWS = 64
-SMALL = 1 << 23  # largest number of elements of a weight for which this product is faster with more rows
-SLOTS = 132  # multiprocessors of an H100 or H200
-STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
+SMALL = 1 << 23  # for weights of at most this many elements this product is also faster with more rows
+SLOTS = 132  # number of multiprocessors of an H100 or H200
+STAGE_BYTES = 208 * 1024  # bytes of shared memory for tiles that are being loaded or multiplied
 PLAIN, GATED, ADDED = 0, 1, 2
-MANY_ROWS = {PLAIN: 256, GATED: 128, ADDED: 256}  # numbers of rows that count as many, by mode
+MANY_ROWS = {PLAIN: 256, GATED: 128, ADDED: 256}  # mode -> largest number of rows for small weights
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _matvec(
     DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row by the weight.
+    """Multiply one row x by the weight, and apply the epilogue.
 
     With STAGES 0 the program's rows of the weight are loaded to registers before the wait, otherwise by a pipelined
     loop.
@@ -139,7 +139,7 @@ def _gemm(
         tl.store(at + part * step, acc)
         if MODE == 1:
             tl.store(at + (SK + part) * step, up)
-        tl.debug_barrier()  # all of the program's stores come before its arrival
+        tl.debug_barrier()  # all threads must have stored their sums before one thread counts the program as arrived
         counter = arrived + row * tl.num_programs(1) + tile
         last = tl.atomic_add(counter, 1, sem="acq_rel") == SK - 1
         if last:
@@ -157,7 +157,7 @@ def _gemm(
 
 
 def vector_tile(n: int, k: int, gated: bool) -> dict[str, int]:
-    """Return the tile of one row.
+    """Return the tile sizes of the kernel for one row.
 
     Small weights are in registers before the wait, large weights stream through shared memory.
     """

@@ -28,17 +28,18 @@ from .quant_gemv import FEW, gemv, gemv_fits
 from .quant_large_m import int8_large, matmul
 from .quant_small_m import ROWS, small_m, small_m_rows
 
-DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` converts at a time
+DENSE_AT_ONCE = 1 << 27  # largest number of elements of a weight that ``dense`` converts at a time
 # largest numbers of rows for which ``int8_large`` and ``matmul`` with TMA run on Hopper, as measured on an H100
 INT8_ROWS, TMA_ROWS = 256, 256
-# dtype of the weight -> rows up to which ``matmul`` is used, as measured on an H200 by benchmarks/quant_kernels.py
+# dtype of the weight -> largest number of rows for which ``matmul`` is used (measured, benchmarks/quant_kernels.py)
 MATMUL_ROWS = {torch.int8: 256, torch.float8_e4m3fn: 256, torch.uint8: 128}
-TABLE_ROWS, TABLE_TMA_ROWS = 16, 64  # the same for codes with a table, without TMA and with it
+# largest numbers of rows for ``matmul`` with a table of codes, without and with TMA
+TABLE_ROWS, TABLE_TMA_ROWS = 16, 64
 
 
 @kernel()
 def _numbers(weight, scale, zero, table, out, first, F: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr):
-    """Write the numbers of the weight's rows from ``first`` on to out [rows, K].
+    """Dequantize the weight's rows from ``first`` on to out [rows, K].
 
     A program handles BB bytes of a row.
     """
@@ -94,7 +95,7 @@ def described(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | N
 
 
 class Quantized(QuantizedWeight):
-    """The products with one weight."""
+    """The products x W^T with one quantized weight, by a kernel that is chosen by the number of rows."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute x W^T [M, N] for x [M, K] of any strides, in ``out`` if it is not None.
@@ -115,14 +116,14 @@ class Quantized(QuantizedWeight):
         return y if out is None or y is out else out.copy_(y)
 
     def _hopper(self, x: Tensor) -> str:
-        """Return which kernel for Hopper computes many rows x: "int8", "tma", or "" for none."""
+        """Return the name of the kernel for Hopper that multiplies many rows x: "int8", "tma", or "" for none."""
         m, form = len(x), self.form
         aligned = x.data_ptr() % 16 == 0 and self.weight.data_ptr() % 16 == 0 and self.weight.shape[1] % 16 == 0
         if not aligned or x.element_size() != 2 or capability(x.device) != 9:
             return ""
         if self.weight.dtype == torch.int8 and 32 < m <= INT8_ROWS:
             return "int8"
-        # zero points that are fractions were not measured
+        # these kernels were not measured with zero points that are no whole numbers
         most = TABLE_TMA_ROWS if form.table else TMA_ROWS
         measured = (16 if form.bits == 4 else 64) < m <= most and form.zero != 1
         return "tma" if measured and x.dtype == torch.bfloat16 else ""
@@ -139,7 +140,7 @@ class Quantized(QuantizedWeight):
         return y
 
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Return some rows of the weight as numbers [rows, K]."""
+        """Dequantize some rows of the weight to ``dtype``: [rows, K]."""
         out = torch.empty((rows.stop - rows.start, self.form.k), dtype=dtype, device=self.weight.device)
         grid, tensors = (len(out), triton.cdiv(self.weight.shape[1], 2048)), (self.weight, self.scale, self.zero)
         _numbers[grid](*tensors, self.table, out, rows.start, F=self.form, BB=2048, **pdl(out))
@@ -160,7 +161,7 @@ class FusedProduct(EpilogueProduct):
 
     @property
     def takes_tops(self) -> bool:
-        """Return whether the caller may pass the largest elements of parts of the row."""
+        """Return whether a call accepts ``tops``, the largest elements of parts of a row x."""
         return self.rounded is not None or (self.form.bits == 4 and not self.form.table)
 
     def fits(self, x: Tensor) -> bool:

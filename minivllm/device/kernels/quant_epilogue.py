@@ -1,4 +1,5 @@
-"""A product with a quantized weight and its epilogue (``products.Product``), as far as all its kernels share it."""
+"""Code that the kernels for products with a quantized weight share: the tensors and the epilogue
+(``products.Product``)."""
 
 from __future__ import annotations
 

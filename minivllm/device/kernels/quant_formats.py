@@ -100,7 +100,7 @@ def with_words(table: Tensor) -> Tensor:
 
 
 def zeros_of(zero: Tensor | None) -> int:
-    """Return ``Form.zero`` of zero points."""
+    """Return the value of ``Form.zero`` for a tensor of zero points."""
     if zero is None:
         return 0
     return 2 if bool(((zero == zero.round()) & (zero >= 0) & (zero <= 127)).all()) else 1
@@ -148,7 +148,7 @@ def halves_of(pair, like):
 
 @triton.jit
 def number_of(moved):
-    """Return the number in bits 15 to 22 as float32, halved and plus 128, by one instruction."""
+    """Return 128 + n / 2 as float32, for the number n in bits 15 to 22, by one instruction."""
     lop: tl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xea;"
     found = tl.inline_asm_elementwise(lop, "=r,r,r,r", [moved, 0x7F8000, 0x43000000], tl.int32, True, 1)
     return found.to(tl.float32, bitcast=True)
@@ -166,7 +166,7 @@ def word_numbers(raw):
 
 @triton.jit
 def int8_pairs(q):
-    """Convert int8 to bfloat16."""
+    """Convert int8 to bfloat16 in pairs."""
     ptx: tl.constexpr = """{ .reg .b32 p, lo, hi, one;
     cvt.u32.u16 p, $1; prmt.b32 p, p, 0, 0x4140; mov.b32 one, 0x43004300;
     lop3.b32 lo, p, 0x007f007f, one, 0xea; lop3.b32 hi, p, 0x00800080, one, 0xea; sub.rn.bf16x2 $0, lo, hi; }"""

@@ -35,8 +35,8 @@ from .quant_float16 import UNITS, code_products, eight_products, pair_of, power_
 from .quant_formats import Form, QuantizedWeight, spread, table_pairs, table_words, values_of, word_numbers
 
 FEW = 2  # most rows
-SHORT = 4096  # inputs up to which a row is short, because a program has all of them in registers
-WIDE = 16384  # outputs from which on there are enough programs for large tiles
+SHORT = 4096  # a row of at most this many inputs is short: a program keeps all of them in registers
+WIDE = 16384  # from this number of outputs on there are enough programs for large tiles
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Elements:
 
 @triton.jit
 def _fours(x, at, on, step, inverse, like, TOP: tl.constexpr):
-    """Return four neighbouring inputs, each float32 [1, W], and their sum."""
+    """Load four neighbouring inputs, rounded if TOP is set: four float32 [1, W], and their sum."""
     v0, v1, v2, v3 = values_of(tl.load(x + at, mask=on, other=0), like)
     if TOP > 0:
         v0, v1 = codes_of(v0, step, inverse, TOP, True), codes_of(v1, step, inverse, TOP, True)
@@ -69,7 +69,7 @@ def _fours(x, at, on, step, inverse, like, TOP: tl.constexpr):
 
 @triton.jit
 def _eights(wide, at, on, step, inverse, like):
-    """Return eight neighbouring inputs in units of step as four pairs of float8."""
+    """Load eight neighbouring inputs, and return them, divided by ``step``, as four pairs of float8."""
     v0, v1, v2, v3 = values_of(tl.load(wide + at, mask=on, other=0), like)
     u0, u1, u2, u3 = values_of(tl.load(wide + at + 1, mask=on, other=0), like)
     p0 = pair_of(divided(v0, step, inverse), divided(v1, step, inverse))
@@ -81,7 +81,8 @@ def _eights(wide, at, on, step, inverse, like):
 
 @triton.jit
 def _inputs(row, at, on, factors, like, F: tl.constexpr, E: tl.constexpr):
-    """Return the factors of the weights, and the value to subtract for zero points.
+    """Return the inputs by which the weights are multiplied, and the value to subtract from their products for zero
+    points.
 
     ``row`` is x and x as int64.  Each form uses some of the results.
     """
@@ -158,7 +159,7 @@ def _weights(of, on, k, there, F: tl.constexpr, E: tl.constexpr, BK: tl.constexp
 
 @triton.jit
 def _loaded(of, on, k, F: tl.constexpr, E: tl.constexpr, MODE: tl.constexpr, BK: tl.constexpr):
-    """Return ``_weights`` of outputs ``on`` < N, and those of the second sum of a gate, which are the same without."""
+    """Return ``_weights`` of outputs ``on`` < N; for a gate also those of the second sums, otherwise the same again."""
     now = _weights(of, on, k, F.n, F, E, BK)
     up = now
     if MODE == 1:
@@ -176,7 +177,8 @@ def both_added(a, b, c, d):
 
 @triton.jit
 def _steps(x, tops, F: tl.constexpr, E: tl.constexpr, BK: tl.constexpr):
-    """Return the factor for the sums of the row, by its largest element, and the inverse or a part of it.
+    """Return the scale of a row x that is rounded to 8 bits, and its inverse or a part of that, from the row's largest
+    element.
 
     The largest element is that of ``tops`` if it is given, else of x.
     """
@@ -198,7 +200,8 @@ def _steps(x, tops, F: tl.constexpr, E: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def _factors(x, tops, by_row, in_squares, eps, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BK: tl.constexpr):
-    """Return the factor of all sums of the row, and the step and its inverse by which inputs are divided.
+    """Return the factor by which all sums of a row are multiplied, the step in which its inputs are rounded, and the
+    inverse.
 
     The factor combines the step, the row's scale, the division by the last norm, and the units of the products of
     integer words and of ``quant_float16.pair_of``.
@@ -282,7 +285,7 @@ def _short_row(
         beside = _beside(around, on, F.n, P.mode)
         each = _products(now, v, words, F, E)
         if P.mode == 1:
-            # one reduction for both sums, so that the program waits for its warps once
+            # both sums in one reduction, so that the program waits for its warps only once
             acc, other = tl.reduce((each, _products(up, v, words, F, E)), 1, both_added)
         else:
             acc = tl.sum(each, 1)
@@ -297,7 +300,7 @@ def _long_rows(
     x, of, words, place, ahead, factors, second, around, F: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
     ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Store the outputs of a program's tile, and return the result of ``_stored``.
+    """Compute and store the outputs of a program's tile for long rows, and return the result of ``_stored``.
 
     ``second`` are the factors of a second row, if there is one.
     """
@@ -310,7 +313,7 @@ def _long_rows(
             up_by = tl.load(of[1] + tl.where(on < F.n, on + F.n, 2 * F.n), mask=on < F.n, other=0.0)
     beside = _beside(around, on, F.n, P.mode)
     acc = tl.zeros([BN, BK // E.unit], tl.float32)
-    other = acc  # the sums of a gate, or of a second row
+    other = acc  # second sums: those of a gate, or those of a second row
     for k in tl.range(0, F.k, BK, num_stages=STAGES if STAGES > 0 else 1):
         if STAGES == 0:
             now, up = ahead
@@ -347,7 +350,7 @@ def _gemv(
     """
     program, word = tl.program_id(0), tl.arange(0, BK // E.unit)
     of, around = (weight, scale, zero), (y, bias, residual, norm)
-    # index in x of the first input of each element of the weight, in elements or groups of four
+    # index in x (or in x in groups of four inputs) of the first input of each element of the weight
     place = word * 2 if E.unit == 8 and F.bits == 8 else word
     if F.table:
         place = word // 16 * 32 + word % 16
@@ -405,7 +408,8 @@ def gemv_tile(form: Form, gated: bool, unit: int) -> dict[str, int]:
         bn, bk, stages, warps = (16, 2048, 3, 8) if four else (8, 1024, 3, 4) if unit < 4 else (8, 2048, 0, 4)
         return dict(BN=bn // 2 if gated else bn, BK=bk, STAGES=stages, num_warps=warps)
     if four:
-        many = form.group == 128 or (form.group == 64 and not form.zero)  # fewer scales in registers
+        # needs fewer registers for scales, so more inputs
+        many = form.group == 128 or (form.group == 64 and not form.zero)
         bn, each, stages = (4, 4 if many else 3, 0) if gated else (8, 3, 0)
     elif form.table:
         bn, each, stages, warps = 2 if gated else 4, 2, 0, 8

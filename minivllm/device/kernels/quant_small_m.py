@@ -36,8 +36,8 @@ from .quant_float16 import UNITS, power_of
 from .quant_formats import Form, byte_planes, code_planes, halves_of, numbers_of
 from .quant_gemv import WIDE, both_added
 
-ROWS, ROWS_OF_32 = 8, 4  # largest number of rows; with groups of 32 inputs each row takes two columns
-MOST_INPUTS = 16384  # largest number of inputs of 4 bits for which a program's partial sums fit in its registers
+ROWS, ROWS_OF_32 = 8, 4  # largest number of rows; with groups of 32 inputs half as many, as each row takes two columns
+MOST_INPUTS = 16384  # largest number of inputs of a 4-bit weight for which a program's sums fit in its registers
 
 
 # ---- 8 bits ----------------------------------------------------------------------------------------------------------
@@ -117,7 +117,8 @@ def _prefetch(codes, on, first, INPUTS: tl.constexpr, N, K: tl.constexpr, WIDTH:
 
     WIDTH is a power of two of at least INPUTS.  A line has 128 bytes.  Lines outside are replaced by the first.
     """
-    ol = tl.arange(0, WIDTH // 256 if WIDTH > 256 else 1) * 64  # index of the first element of each line of the tile
+    # index of the first element of each line of the tile
+    ol = tl.arange(0, WIDTH // 256 if WIDTH > 256 else 1) * 64
     ok = (ol + 64 <= INPUTS // 4)[None, :] & (first // 4 + ol + 64 <= K // 4)[None, :] & (on < N)[:, None]
     at = codes + on.to(tl.int64)[:, None] * (K // 4) + (first // 4 + ol)[None, :]
     ptx: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;"
@@ -175,7 +176,7 @@ def _operands(x, k, there, om, side, like, M, K: tl.constexpr, G: tl.constexpr, 
     by_near, by_far = inverse[:, None, :], inverse[:, None, :] / 16
     x0, x1 = (v0 * by_near).to(tl.float16), (v1 * by_near).to(tl.float16)
     x2, x3 = (v2 * by_far).to(tl.float16), (v3 * by_far).to(tl.float16)
-    # The sums of x are its products with code 1, in planes of the lower and of the upper half of bytes.
+    # The sums of x are computed as products with the code 1, in the planes of the lower and of the upper half of bytes.
     low = tl.full([G, BN, E], 1.0 / (1 << 24), tl.float16)
     high = tl.full([G, BN, E], 1.0 / (1 << 20), tl.float16)
     planes = (x0, x1, x2, x3)
@@ -185,7 +186,7 @@ def _operands(x, k, there, om, side, like, M, K: tl.constexpr, G: tl.constexpr, 
 
 @triton.jit
 def _of_side(v, v1, side, SIDES: tl.constexpr):
-    """Expand v and v1 [G, BN] to [G, BN, C], with v1 where ``side`` [C] is 1."""
+    """Expand v and v1 [G, BN] to the columns [G, BN, C]: v1 where ``side`` [C] is 1, else v."""
     if SIDES > 1:
         return tl.where(side[None, None, :] == 0, v[:, :, None], v1[:, :, None])
     else:
@@ -206,7 +207,7 @@ def _products(w, scales, x, of_x, step, side, SIDES: tl.constexpr, ZERO: tl.cons
 
 @triton.jit
 def _rows(total, by, SIDES: tl.constexpr):
-    """Multiply [BN, C] by ``by`` [C], and add both sides to [BN, BM]."""
+    """Multiply sums [BN, C] by ``by`` [C], and add the columns of both groups of a batch: [BN, BM]."""
     total = total * by[None, :]
     if SIDES > 1:
         total = tl.sum(tl.reshape(total, [total.shape[0], SIDES, total.shape[1] // SIDES]), 1)
@@ -215,7 +216,7 @@ def _rows(total, by, SIDES: tl.constexpr):
 
 @triton.jit
 def _factors(in_squares, om, eps, M, K: tl.constexpr, E: tl.constexpr):
-    """Return the factor [C] of the sums of the rows ``om`` [C] with the division by the last norm."""
+    """Return the factor [C] by which the sums of rows ``om`` [C] are multiplied; it includes the norm's division."""
     by = tl.full(om.shape, UNITS, tl.float32)
     if E.parts > 0:
         op = tl.arange(0, E.parts_p)
@@ -227,7 +228,8 @@ def _factors(in_squares, om, eps, M, K: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def _part_stored(at, total, up, GATE: tl.constexpr):
-    """Store a part of the sums [BN, BM] at the pointers ``at``, with a gate in pairs."""
+    """Store this program's part of the sums [BN, BM] at the pointers ``at``; with a gate two sums next to each
+    other."""
     if GATE:
         tl.store(at[:, :, None] + tl.arange(0, 2)[None, None, :], tl.join(total, up))
     else:
@@ -236,7 +238,8 @@ def _part_stored(at, total, up, GATE: tl.constexpr):
 
 @triton.jit
 def _parts_added(parts, outputs, N, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, MODE: tl.constexpr):
-    """Add the SK parts of the sums [outputs, BM], and with a gate of the sums that lie beside them."""
+    """Add the SK parts of the sums [outputs, BM]; with a gate also those of the second sums, which are stored next to
+    them."""
     inside = (outputs < N)[:, None]
     at = parts + outputs[:, None] * (2 * BM if MODE == 1 else BM)
     sums = tl.zeros([outputs.shape[0], BM], tl.float32)
@@ -268,7 +271,7 @@ def _small_m4(
     GATE: tl.constexpr = E.mode == 1
     SIDES: tl.constexpr = 2 if F.group == 32 else 1
     BATCH: tl.constexpr = F.group * SIDES  # inputs
-    BATCHES: tl.constexpr = (K + BATCH * SK - 1) // (BATCH * SK)  # batches of a part
+    BATCHES: tl.constexpr = (K + BATCH * SK - 1) // (BATCH * SK)  # number of batches of inputs of each part
     EVEN: tl.constexpr = N % BN == 0 and G == BATCHES and K == BATCH * BATCHES * SK
     program, part = tl.program_id(0), tl.program_id(1)
     og, oc, oi = tl.arange(0, G), tl.arange(0, SIDES * BM), tl.arange(0, BN)
@@ -285,7 +288,7 @@ def _small_m4(
     by = _factors(in_squares, om, eps, M, K, E)
     rows = tl.arange(0, BM)
     STEP: tl.constexpr = (N + BN - 1) // BN * BN * BM
-    WIDE: tl.constexpr = 2 if GATE else 1  # sums of an output
+    WIDE: tl.constexpr = 2 if GATE else 1  # number of sums for each output
     parts = scratch + rows[None, :] * WIDE
     around = (y, bias, residual, norm, in_squares, out_squares, eps)
     for tile in tl.range(first, tl.minimum(first + T, (N + BN - 1) // BN), num_stages=STAGES):
@@ -299,7 +302,7 @@ def _small_m4(
         each = _products(w, scales, planes, of_x, step, side, SIDES, F.zero)
         if GATE:
             gated = _products(u, up_scales, planes, of_x, step, side, SIDES, F.zero)
-            # one reduction for both sums, so that the program waits for its warps once
+            # both sums in one reduction, so that the program waits for its warps only once
             total, up = tl.reduce((each, gated), 0, both_added)
             total, up = _rows(total, by, SIDES), _rows(up, by, SIDES)
         else:
@@ -344,7 +347,7 @@ def _product4(
     tiles, room = triton.cdiv(form.n, bn), tile.pop("EACH") * multiprocessors(x.device)
     turns = triton.cdiv(tiles, max(1, room // split))
     if split > 1 and product.mode == ADDED:
-        # a power of two, because a program returns one sum of squares for its tiles
+        # a power of two, because a program sums the squares of all its tiles into one number
         turns = triton.next_power_of_2(turns)
     programs, batches = triton.cdiv(tiles, turns), triton.next_power_of_2(triton.cdiv(form.k, batch * split))
     y, sums, tensors, epilogue = product.given(x, None, around, programs if split > 1 else tiles)
@@ -372,7 +375,7 @@ def small_m_rows(product: EpilogueProduct) -> int:
         return ROWS if form.k % 128 == 0 and hopper >= 9 else 0
     whole = form.k % max(form.group, 64) == 0 and form.k <= MOST_INPUTS and product.rounded is None
     most = ROWS_OF_32 if form.group == 32 else ROWS
-    return most if whole and hopper == 9 else 0  # 4 bits were measured on Hopper only
+    return most if whole and hopper == 9 else 0  # the kernel for 4 bits was measured on Hopper only
 
 
 def small_m(

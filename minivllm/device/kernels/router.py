@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .launch import kernel, pdl, wait
 
-CHUNK = 2048  # pairs that a program reads at a time
+CHUNK = 2048  # number of (token, expert) pairs that a program reads at a time
 SCORES = {"softmax": 0, "chosen_softmax": 1, "sigmoid": 2}
 
 
@@ -128,7 +128,7 @@ def _assign(
     ids, order, expert, pairs, blocks, E: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
     ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the blocks of an expert.
+    """Write the order and the expert of the blocks of one expert.
 
     A program counts the pairs of all experts, so it needs no result of other programs.  ONCE means that a chunk has all
     pairs.
@@ -172,8 +172,8 @@ def most_blocks(pairs: int, experts: int, bm: int) -> int:
 
 
 def assign(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, Tensor]:
-    """Return order i32 [blocks * bm] and expert i32 [blocks], as described above, for ids i32 [T, k] below
-    ``experts``.
+    """Return order i32 [blocks * bm] and expert i32 [blocks], as at the top of this module, for
+    ids i32 [T, k] below ``experts``.
     """
     pairs = ids.numel()
     blocks = most_blocks(pairs, experts, bm)

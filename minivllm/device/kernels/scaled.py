@@ -27,7 +27,7 @@ from .quant import Quantized
 from .quant_epilogue import EpilogueProduct
 from .quant_gemv import FEW, WIDE, gemv
 
-MULTIPROCESSORS = 132  # number of the GPU that was measured
+MULTIPROCESSORS = 132  # number of multiprocessors of the GPU on which tiles were measured
 DEFAULTS = {"TURNED": 0, "AHEAD": 0, "FAST": 0}  # of a tile
 
 
@@ -101,7 +101,7 @@ def _product(
     tensors.  ``codes`` points to the weight.  TURNED means that sums are [BN, BM]. AHEAD is the number of inputs of the
     weight to prefetch, a multiple of 256 and at most K. FAST keeps the sums of float8 in the tensor cores.
     """
-    # Tiles of eight rows of tiles run consecutively, because they share inputs.
+    # Programs of eight neighbouring row tiles run one after another, because they read the same weights.
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     at, wide = tl.program_id(0), 8 * tiles_n
     first = at // wide * 8
@@ -189,7 +189,7 @@ def product(
     """
     (m, k), n = x.shape, len(weight)
     tile = {**DEFAULTS, **(tile or product_tile(m, n, k, x.dtype == torch.int8))}
-    # other dtypes have more significant bits than the sums of the tensor cores
+    # only for bfloat16: results of other dtypes have more significant bits than the sums of the tensor cores
     tile["FAST"] &= int(y.dtype == torch.bfloat16)
     if tile["AHEAD"] > k or capability(x.device) < 9:
         tile["AHEAD"] = 0
@@ -229,7 +229,8 @@ def library(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor
 
 
 def by_library(m: int, n: int) -> bool:
-    """Return whether torch's float8 product is faster, by the same measurement."""
+    """Return whether torch's float8 product of m rows and n outputs is faster than the kernel, as measured on an
+    H100."""
     return m > 64 if n >= WIDE else m > (128 if n > 4096 else 256)
 
 
@@ -242,8 +243,8 @@ class ScaledProduct:
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
         self.weight, self.scale = weight, scale
         n, k = weight.shape
-        self.wide = Quantized(weight, scale)  # the product for x of 16 bits or more
-        self.even = k % 16 == 0  # the copy engine requires rows of a multiple of 16 elements
+        self.wide = Quantized(weight, scale)  # the product with x that is not rounded to 8 bits
+        self.even = k % 16 == 0  # whether the copy engine can load rows, which must have a multiple of 16 elements
         self.library = weight.dtype == torch.float8_e4m3fn and self.even and n % 16 == 0
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -253,7 +254,7 @@ class ScaledProduct:
             q, scale = rows(x.contiguous(), self.weight.dtype)
             return self.wide((q.float() * scale).to(x.dtype), out)
         y = out if out is not None and out.is_contiguous() else x.new_empty(m, n)
-        if 0 < m <= FEW:  # these wait for memory, and the kernel with unrounded rows reads it faster
+        if 0 < m <= FEW:  # few rows are limited by reading the weight, which the kernel without rounding reads faster
             q, scale = rows(x.contiguous(), self.weight.dtype, x.dtype)
             gemv(EpilogueProduct(self.wide), q, y=y, by_row=scale)
         elif m:

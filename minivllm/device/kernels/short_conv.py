@@ -34,7 +34,7 @@ def _conv(
     token, c = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
     on = c < C
     dtype = out.dtype.element_ty
-    # the last row that begins at or before the token; rows without tokens are skipped
+    # find the row of the token: the last row that begins at or before it, which skips rows without tokens
     low, high = 0, count
     for _ in range(steps):
         middle = (low + high) // 2
@@ -81,7 +81,8 @@ def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, s
     of_rows = (step.rows, step.start, step.behind, step.cu_q)
     shape = {"C": channels, "W": width, "RING": ring.shape[1], "BC": columns}
     given = weight if bias is None else bias
-    numbers = (mixed.stride(0), rows, rows.bit_length())  # a row is found by halving a range ``bit_length`` times
+    # the last is the number of steps of the binary search for a row
+    numbers = (mixed.stride(0), rows, rows.bit_length())
     launch = {"BIAS": bias is not None, "num_warps": 4, **pdl(mixed)}
     _conv[grid](mixed, weight, given, ring, *of_rows, u, out, *numbers, **shape, **launch)
     keep(u, ring, step, width - 1)

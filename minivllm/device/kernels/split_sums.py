@@ -35,7 +35,7 @@ def together(acc, scratch, arrived, row, tile, part, om, on, N: tl.constexpr, SK
         at = scratch + om.to(tl.int64)[None, :] * wide + on[:, None]
         step = tl.num_programs(0).to(tl.int64) * acc.shape[1] * wide
         tl.store(at + part * step, acc)
-        tl.debug_barrier()  # all of the program's stores come before its arrival
+        tl.debug_barrier()  # all threads must have stored their sums before one thread counts the program as arrived
         counter = arrived + row * tl.num_programs(1) + tile
         last = tl.atomic_add(counter, 1, sem="acq_rel") == SK - 1
         if last:

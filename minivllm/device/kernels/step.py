@@ -35,7 +35,8 @@ def _begin(
     tl.store(position + row, at)
     ended = tl.load(stopped + slot) != 0
     for g in tl.static_range(GROUPS):
-        gone = tl.load(dropped + g * SLOTS + slot) if DROPS else 0  # tokens that compression has removed from the cache
+        # number of tokens that compression removed
+        gone = tl.load(dropped + g * SLOTS + slot) if DROPS else 0
         place = at - gone
         block = tl.load(table + (g * SLOTS + slot) * table_stride + place // BLOCK).to(tl.int64)
         tl.store(kv_len + g * rows + row, (length - gone).to(tl.int32))
@@ -101,7 +102,7 @@ def _commit(
     position = tl.load(known + slot)
     raw = tl.load(drawn + row)
     token = tl.minimum(tl.maximum(raw, 0), width - 1)
-    tl.store(drawn + row, token)  # clamped, because later kernels use it as an index
+    tl.store(drawn + row, token)  # clamped to the vocabulary, because later kernels use the id as an index
     ot = tl.arange(0, P)
     tile = tl.load(best + row * TILES + ot, mask=ot < TILES, other=float("-inf"))
     peak = tl.max(tl.where(tile != tile, float("inf"), tile), 0)
