@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 DRIVER = "libcuda.so.1"
-HASHING = threading.Lock()  # held while the key of Triton's cache is computed
-TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch.so")  # in the order in which torch loads them
+HASHING = threading.Lock()  # held by the thread that computes the key of Triton's cache
+TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch.so")  # names of files, in the order in which torch loads them
 
 
 def begin(work: Callable[..., Any], *args: Any) -> threading.Thread:
@@ -88,7 +88,8 @@ def prepare_kernels(device: str) -> list[threading.Thread]:
 
 
 def _open_products(device: str) -> None:
-    """Make the context of a device and the state of the library of matrix products, and wait for them."""
+    """Create the CUDA context of a device and the handle of its library of matrix products, and wait until both
+    exist."""
     import torch
 
     square = torch.ones(16, 16, dtype=torch.bfloat16, device=device)

@@ -39,7 +39,8 @@ CAP = "ONEDNN_MAX_CPU_ISA"
 # Kernels that oneDNN keeps, enough for the last fifty batch sizes. torch's own cache holds the same kernels again and
 # saves no measurable time, but a size of 0 crashes it.
 KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "16"}
-WAITING = {"GOMP_SPINCOUNT": "2000"}  # rounds of the spin loop; GNU's OpenMP reads it when torch is imported
+# rounds that idle OpenMP threads spin; read by GNU's OpenMP when torch is imported
+WAITING = {"GOMP_SPINCOUNT": "2000"}
 WAIT_POLICY = "OMP_WAIT_POLICY"
 ISAS = (  # oneDNN's names of instruction sets in ascending order
     "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16",
@@ -54,12 +55,12 @@ PRODUCTS = {
 PROBED = ("float32", "bfloat16")  # the dtypes between which dtype=auto chooses
 DTYPES = ("float32", "bfloat16", "float16")
 ROWS = (1, 32)  # numbers of rows of the trial: a decode step of one sequence, and a small prefill
-_REPEATS = (20, 5)  # about 2 ms each, which is longer than usual interruptions by other processes
+_REPEATS = (20, 5)  # products of each size in a measurement of about 2 ms, longer than usual interruptions
 FASTER = 1.25  # bfloat16 must be faster by this factor for both sizes, so that noise does not decide
 DOUBT = (1.0, 2.5)  # a speedup between these limits is measured again, up to AGAIN times
 AGAIN = 3
-_DIM = 1024  # float32 weights of 4 MiB, more than the cache of a core
-# time limits; the usual times are 0.1 and 2 seconds, but torch may be imported from a cold disk
+_DIM = 1024  # inputs and outputs of the measured product; its float32 weight of 4 MiB exceeds the cache of a core
+# seconds that a forked child and a new process may take; usual are 0.1 and 2, but torch may be read from a cold disk
 _FORK_SECONDS, _PROCESS_SECONDS = 5.0, 60.0
 
 
@@ -76,7 +77,7 @@ class Device:
     sm: int
     memory: int
     why: str
-    devices: int = 1  # number of devices of this kind
+    devices: int = 1  # number of GPUs of the host, 1 for a CPU
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -145,7 +146,7 @@ def _host_memory() -> int:
     """Return the bytes of memory that this process may use: all of the machine, or the limit of its control group."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-        return min(total, int(file.read()))  # "max" is not a number and means no limit
+        return min(total, int(file.read()))  # ValueError for "max", which means no limit
     return total
 
 
@@ -174,7 +175,8 @@ class Matmul:
         return dtype in self.times
 
     def least(self, other: Matmul) -> Matmul:
-        """Return the smaller times of two measurements, for the dtypes that are in both."""
+        """Return the smaller time of each product in this and the ``other`` measurement, for the dtypes that are in
+        both."""
         both = [name for name in self.times if name in other.times]
         return Matmul({name: tuple(map(min, self.times[name], other.times[name])) for name in both})
 
@@ -191,7 +193,7 @@ def cpu_matmul() -> Matmul:
 
 @functools.cache
 def _other_matmul(dtype: str) -> Matmul:
-    """Measure a dtype that is not in ``PROBED``, and runs only if the user sets it."""
+    """Measure products in a dtype that is not in ``PROBED``, which is only used if the user sets it."""
     return probe(_measure, names=(dtype,))
 
 
@@ -223,7 +225,7 @@ def probe(
     while left:
         text = _in_fork(measure, left) if fork else None
         if text is None and (text := _in_process(left)) is None:
-            break  # a dtype that could not be tried does not count as safe
+            break  # the remaining dtypes could not be tried, so they do not count as safe
         for line in text.splitlines():
             name, *values = line.split()
             times[name] = tuple(float(v) for v in values)
@@ -236,7 +238,7 @@ def _measure(name: str) -> tuple[float, ...]:
     """Return the shortest times in milliseconds of some products [rows, DIM] x [DIM, DIM] on one thread."""
     import torch
 
-    torch.set_num_threads(1)  # a forked child has no threads of its parent, and must not wait for them
+    torch.set_num_threads(1)  # a forked child lacks the threads of its parent, for which torch would wait
     dtype = getattr(torch, name)
     weight = torch.ones(_DIM, _DIM, dtype=dtype)
     results = []
@@ -291,7 +293,7 @@ def _child(measure: Callable[[str], tuple[float, ...]], names: list[str], write:
         for name in names:
             os.write(write, _line(name, measure(name)))
     finally:
-        os._exit(0)  # skip the exit handlers of the parent
+        os._exit(0)  # ends the child without running the exit handlers of its parent
 
 
 def _line(name: str, times: tuple[float, ...]) -> bytes:

@@ -172,8 +172,8 @@ def add_sums(
     """Add the attention of the queries q [T, heads, D] of ``rows`` to the sums f32 [kv_heads, stored tokens] of each
     row.
 
-    ``lse`` f32 [T, heads] is the natural logarithm of the denominators.  ``number`` is the place of the layer in its
-    group.  ``tiles`` None means the measured choice."""
+    ``lse`` f32 [T, heads] is the natural logarithm of the softmax's denominator for each query.  ``number`` is the
+    index of the layer in its KV group.  ``tiles`` None means the measured choice."""
     spec = layer.spec
     # Triton's interpreter does not support products of bfloat16
     dim, exact = spec.dim_qk, q.element_size() == 4 or q.device.type == "cpu"

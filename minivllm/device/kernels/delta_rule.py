@@ -346,8 +346,8 @@ def _norm(
 
 
 def part_of(rows: int, tokens: int) -> int:
-    """Return the number of elements of a value that a program computes, for a step of ``rows`` rows and ``tokens``
-    tokens.
+    """Return how many of the elements of a value vector each program computes, for a step of ``rows`` rows and
+    ``tokens`` tokens.
 
     Rows of several tokens need short sums, which one warp can add alone.  Rows of one token read their state once, and
     one program with wide loads does so fastest.

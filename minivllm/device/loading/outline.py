@@ -87,7 +87,7 @@ def _without(key: str, served: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) -> dict[str, Component]:
-    """Return the components of a model in the order of its modules.
+    """Return the components of a model (modules of the same kind in all layers) by name, in the order of its modules.
 
     The name of a component is the part of a module's name after "layers.0.".  All norms are one component.
     """

@@ -1,4 +1,4 @@
-"""Load the shared library of the native part, or return the reason why it cannot be used.
+"""Load the native part, a shared library of CPU kernels, or return the reason why it cannot be used.
 
     load()     the library, or None        isa()    the instruction set of the kernels that run
     why_not()  None, or the reason         summary()   both as one line for ``minivllm explain``
@@ -20,16 +20,17 @@ from pathlib import Path
 from minivllm.errors import ConfigError, brief, shown
 
 ABI = 8  # value of ``minivllm_abi`` in program.cpp; increment both if a call or a struct changes
-ISAS = ("none", "avx2", "avx512")  # in ascending order; ``minivllm_isa`` returns an index of this tuple
+ISAS = ("none", "avx2", "avx512")  # instruction sets, ascending; ``minivllm_isa`` returns an index of this tuple
 SWITCH, LIMIT = "MINIVLLM_NATIVE", "MINIVLLM_ISA"
 FOLDER = Path(__file__).parent
-LIBRARY, REASON = "_cpu.so", "_why_not.txt"  # file names; hatch_build.py writes one of the two files
+LIBRARY, REASON = "_cpu.so", "_why_not.txt"  # names of the library and of a text why there is none; one of them exists
 NOT_BUILT = "the package was not built with it: reinstall with a C++ compiler"
 
 
 @dataclass(frozen=True)
 class NativePart:
-    """The library and its instruction set.  If there is no library, ``isa`` is "none" and ``why_not`` the reason."""
+    """The loaded native CPU library and its instruction set.  If there is no library, ``isa`` is "none" and ``why_not``
+    the reason."""
 
     library: ctypes.CDLL | None
     isa: str = "none"
@@ -45,7 +46,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def why_not() -> str | None:
-    """Return the reason in one line why there is no usable library, or None if there is one."""
+    """Return the reason, in one line, why the native CPU library cannot be used; None if it can."""
     return _found().why_not
 
 
@@ -66,7 +67,8 @@ def _found() -> NativePart:
 
 
 def find(folder: Path, environ: Mapping[str, str]) -> NativePart:
-    """Load the library of a folder and choose its instruction set.  The result has the reason if it cannot be used."""
+    """Load the native CPU library from a folder and choose its instruction set.  If that fails, the result has the
+    reason."""
     limit = _choice(environ, LIMIT, ISAS) or ISAS[-1]
     if _choice(environ, SWITCH, ("0", "1")) == "0":
         return NativePart(None, why_not=f"switched off by {SWITCH}=0")
@@ -77,9 +79,9 @@ def find(folder: Path, environ: Mapping[str, str]) -> NativePart:
         return NativePart(None, why_not=_why_not_built(folder))
     try:
         library = ctypes.CDLL(str(path))
-        # both functions have the signature int32_t (void)
+        # both functions return int32_t and take no argument
         abi, best = int(library.minivllm_abi()), int(library.minivllm_isa())
-    except (OSError, AttributeError) as exc:  # the file is no library, or lacks a function
+    except (OSError, AttributeError) as exc:  # the file is no shared library, or lacks one of the functions
         return NativePart(None, why_not=f"{brief(str(exc), 240)}: reinstall")
     if abi != ABI:
         return NativePart(None, why_not=f"{path} has ABI {abi}, this package needs {ABI}: reinstall")

@@ -21,7 +21,7 @@ from minivllm.errors import ResourceError
 
 from .library import ISAS, isa, load
 
-# in the order of the enumerations in program.cpp and kernels.h
+# names of the values of enumerations in program.cpp and kernels.h, in the same order
 KINDS = ("embed", "norm", "product", "attend", "add", "pick", "cap", "gate", "delta", "conv", "keep", "shrink", "store")
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, None: 5, "sigmoid": 6}
@@ -33,7 +33,7 @@ _INT, _REAL, _ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
 def each(kind: Any, names: str) -> list[tuple[str, Any]]:
-    """Return fields of a structure with the same type; ``names`` are separated by spaces."""
+    """Return (name, type) pairs for fields of a C struct that have the same type; ``names`` are separated by spaces."""
     return [(name, kind) for name in names.split()]
 
 
@@ -55,7 +55,7 @@ _DECLARING = threading.Lock()
 
 
 class Op(ctypes.Structure):
-    """The fields of ``program.cpp:Op``, which documents them."""
+    """An operation of a native program: the C struct ``program.cpp:Op``, where its fields are documented."""
 
     _fields_ = [
         *each(_INT, "kind in_ out format n k group"),
@@ -110,7 +110,8 @@ def low_rank(a: Tensor, b: Tensor, ranks: Tensor, starts: Tensor) -> LowRankAddr
 
 
 class HeadStates(ctypes.Structure):
-    """The fields of ``program.cpp:HeadStates``."""
+    """The C struct ``program.cpp:HeadStates``: addresses of the hidden states that a drafter's head reads and
+    writes."""
 
     _fields_ = [
         ("memory", _ADDRESS),
@@ -123,7 +124,7 @@ class HeadStates(ctypes.Structure):
 
 
 class ColumnAddresses(ctypes.Structure):
-    """The fields of ``program.cpp:Columns``, addresses of the columns of ``device/worker/state.py:DeviceState``."""
+    """The C struct ``program.cpp:Columns``: addresses of the columns of ``device/worker/state.py:DeviceState``."""
 
     _fields_ = [
         ("tokens", _ADDRESS),
@@ -160,7 +161,7 @@ def declared() -> ctypes.CDLL:
         raise ResourceError(
             "the native part cannot be used; minivllm.device.native.library.why_not() returns the reason"
         )
-    with _DECLARING:  # without the lock, another thread could call a function before its pointer arguments are declared
+    with _DECLARING:  # otherwise another thread could call a function whose argument types are not declared yet
         _declare(library)
     return library
 
@@ -191,8 +192,8 @@ class Program:
         self._propose: Call = library.minivllm_propose
 
     def register(self, memory: Tensor) -> int:
-        """Add a register and return its number.  Its ``memory`` f32 [tokens, width] may be columns of the memory of
-        another register."""
+        """Add a register of the program and return its index.  Its ``memory`` f32 [tokens, width] may be columns of the
+        memory of another register."""
         self._keep.append(memory)
         self._registers += 1
         width = memory.shape[1]
@@ -213,7 +214,7 @@ class Program:
         self._library.minivllm_op(self._made, ctypes.addressof(op), int(sampling))
 
     def hold(self, *objects: Any) -> None:
-        """Keep objects alive whose memory the operations read."""
+        """Keep references to objects whose memory the operations read."""
         self._keep += objects
 
     def states(self, rows: ctypes.Structure) -> None:
@@ -221,14 +222,14 @@ class Program:
         self._states(self._made, ctypes.addressof(rows))
 
     def forward(self, box: int, places: int | None = None) -> None:
-        """Run the layers.
+        """Run the layers of a step (FORWARD).
 
         ``box`` is the address of an array of i64 arguments (see ``program.cpp:minivllm_forward``).  ``places`` is the
-        address of the places i32 [T] of the tokens' adapters, None if no token has an adapter."""
+        address of i32 [T], the index of each token's adapter in the adapter memory; None if no token has an adapter."""
         self._forward(self._made, box, places)
 
     def sample(self, box: int, out: int) -> None:
-        """Compute logits, draw tokens, or both.
+        """Compute the logits of a step, draw its tokens, or both (SAMPLE).
 
         ``box`` is as in ``forward``.  ``out`` is the address of the result i32 [3, rows] (see
         ``program.cpp:minivllm_sample``).
@@ -241,9 +242,10 @@ class Program:
         self._propose(self._made, box, ctypes.addressof(states), out)
 
     def close(self) -> None:
-        """End the threads.  No call may be running."""
+        """End the threads of the program.  No call of it may be running."""
         made, self._made = self._made, None
-        if made and self._process == os.getpid():  # a forked process has no threads to wait for
+        # the threads belong to the process that made them; a forked child has none to end
+        if made and self._process == os.getpid():
             self._library.minivllm_free(made)
 
     def __del__(self) -> None:
@@ -252,14 +254,14 @@ class Program:
 
 
 def _field(value: Any) -> Any:
-    """Return a field of an operation or a column for C: the address of a tensor, or the number itself."""
+    """Convert a value to a field of a C struct: the address for a tensor, or the number itself."""
     if isinstance(value, Tensor):
         return value.data_ptr()
     return value
 
 
 class MatrixAddresses(ctypes.Structure):
-    """The fields of ``kernels.h:Matrix``."""
+    """The C struct ``kernels.h:Matrix``: addresses and sizes of a weight."""
 
     _fields_ = [
         *each(_ADDRESS, "data scale zero bias"),

@@ -19,7 +19,7 @@ _INT, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
 
 class StateRows(ctypes.Structure):
-    """The fields of ``recurrent.h:StateRows``."""
+    """The C struct ``recurrent.h:StateRows``: the rows of a step and their recurrent states."""
 
     _fields_ = [
         ("count", _INT),
@@ -28,7 +28,8 @@ class StateRows(ctypes.Structure):
 
 
 class DeltaLayer(ctypes.Structure):
-    """The fields of ``recurrent.h:DeltaLayer``.  ``held`` keeps the tensors alive whose addresses the fields hold."""
+    """The C struct ``recurrent.h:DeltaLayer``: addresses and sizes of a gated delta net.  ``held`` keeps its tensors
+    alive."""
 
     held: tuple[Tensor, ...]
 
@@ -39,7 +40,7 @@ class DeltaLayer(ctypes.Structure):
 
 
 class StepInputs(ctypes.Structure):
-    """The fields of ``recurrent.h:StepInputs``."""
+    """The C struct ``recurrent.h:StepInputs``: addresses of the inputs of a step."""
 
     _fields_ = [
         *each(_ADDRESS, "x ab out"),
@@ -94,5 +95,5 @@ def scan(layer: DeltaLayer, x: Tensor, ab: Tensor, step: Any) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a tensor [T, width] whose rows are contiguous."""
+    """Return ``tensor`` [T, width], copied if its rows are not contiguous."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()

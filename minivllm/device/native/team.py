@@ -1,4 +1,5 @@
-"""The threads that share products and layers of steps that run part by part (``parts.cpp``)."""
+"""Threads that compute matrix products and layers of the native CPU library, for steps that do not run as one call
+(``parts.cpp``)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Team:
     def __init__(self) -> None:
         self.threads = torch.get_num_threads()
         self.process = os.getpid()
-        self.busy = threading.Lock()  # locked while an engine uses the threads, because only one may do so at a time
+        # held while an engine uses the threads, because only one engine may use them at a time
+        self.busy = threading.Lock()
         self._library = program.declared()
         self.address = self._library.minivllm_team(self.threads)
         if not self.address:
@@ -31,11 +33,12 @@ class Team:
 
     def __del__(self) -> None:
         address = getattr(self, "address", None)
-        if address and self.process == os.getpid():  # a forked process has no threads to wait for
+        # the threads belong to the process that made them; a forked child has none to end
+        if address and self.process == os.getpid():
             self._library.minivllm_free_team(address)
 
     def run(self, function: str, *arguments: Any) -> None:
-        """Call a function of ``parts.cpp`` with the team, the instruction set and further ``arguments``."""
+        """Call a function of ``parts.cpp`` with the threads, the instruction set and further ``arguments``."""
         with self.busy:
             getattr(self._library, f"minivllm_{function}")(self.address, ISAS.index(program.isa()), *arguments)
 
