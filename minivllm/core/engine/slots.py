@@ -28,30 +28,38 @@ NEVER = np.iinfo(np.int32).max  # in ``compress_at``
 
 
 class Slots:
-    """Columns of S rows.  Invariants: a row in ``running`` has a Seq; ``computed <= known <= end``; ``collected <=
-    known``; the blocks of a row are ``table[g, slot, :blocks[g, slot]]`` (null where trimmed), with zeros behind
-    them."""
+    """The columns of S slots: one array per quantity, with an element per running sequence.
+
+    Invariants: a slot in ``running`` has a Seq; ``computed <= known <= end``; ``collected <= known``; the blocks of a
+    sequence are ``table[g, slot, :blocks[g, slot]]`` for KV group g (null blocks before a sliding window), with zeros
+    behind them."""
 
     def __init__(self, size: int, max_len: int, groups: int, block: int) -> None:
         self.size = size
         self.block = block
         self.seq: list[Seq | None] = [None] * size
         self.free = list(range(size - 1, -1, -1))
-        # slots left since the last plan; not reused yet, because a delta must not contain two sequences of a slot
+        # slots that sequences have left since the last plan; they are not used again before the
+        # next one, because the changes of a step must not contain two sequences of a slot
         self.cooling: list[int] = []
-        # slots in order of admission; intp, because numpy indexes five times as fast with it
+        # slots of the running sequences in the order of admission; intp, because numpy indexes five
+        # times as fast with it
         self.running = np.empty(0, np.intp)
         self.next_serial = 0
-        # number of changes after which the next step differs from the last one in more than its tokens
+        # count of the changes of rows; while it stays equal, the next step differs from the last
+        # one only in its tokens
         self.changes = 0
-        self.serial = np.full(size, -1, np.int64)  # stamp of the present stay
-        self.step = np.zeros(size, np.int64)  # id of the last step that contains the row
-        self.published = 0  # id of the last step whose result is in the columns
+        # serial number of the sequence's stay in the slot, -1 if the slot is free
+        self.serial = np.full(size, -1, np.int64)
+        self.step = np.zeros(size, np.int64)  # id of the last step that contains the sequence
+        self.published = 0  # id of the last step whose result was processed
         self.asking = 0  # rows with ``prompt_topk``
-        self.special = 0  # rows that are late (have a token mask), host or scored
+        # count of rows with a token mask, with a token choice on the host, or with
+        # log-probabilities
+        self.special = 0
         self.watched = 0  # rows with ``watch``
         self.timed = 0  # rows with ``tpot``
-        self.paired = 0  # rows with a partner
+        self.paired = 0  # count of rows that are a guide or have one
         self.tapping = 0  # rows with taps
         self.pooling = 0  # rows with ``pooled``
         self._add_request_columns(size, max_len)
@@ -59,7 +67,7 @@ class Slots:
         self._add_cache_columns(groups, size, -(-max_len // block) + 1)
 
     def _add_request_columns(self, size: int, max_len: int) -> None:
-        """Add the columns of the requests and of their tokens, of ``size`` rows with up to ``max_len`` tokens."""
+        """Add the columns of the requests and their tokens: ``size`` rows of up to ``max_len`` tokens."""
         self.id, self.stream = np.zeros((2, size), np.int64)
         self.arrival, self.ttft_due, self.tpot_due, self.tpot = np.full(
             (4, size), np.inf
@@ -67,59 +75,68 @@ class Slots:
         self.prompt, self.known, self.computed, self.collected = np.zeros((4, size), np.int32)
         self.end, self.priority, self.tenant, self.preempted = np.zeros((4, size), np.int32)
         self.expected, self.sample = np.zeros((2, size), np.int32)
-        # tokens to compute: ``known``, or prompt - 1 before a fork
+        # number of tokens up to which a row may compute: ``known``, or one less than the prompt
+        # until branches fork
         self.schedulable = np.zeros(size, np.int32)
         self.topk = np.full(size, -1, np.int32)
-        # log-probabilities per prompt token still to collect; -1 = none
+        # how many of the best log-probabilities of each prompt token are still to be returned; -1
+        # means none
         self.prompt_topk = np.full(size, -1, np.int32)
-        # number of the request's owner (see ``owners``)
+        # number that stands for the owner of the row's request; 0 without an owner (see ``owners``)
         self.owner_number = np.zeros(size, np.int32)
-        # tokens sent to the sink, including the prompt's
+        # number of tokens that the client has or has received, the prompt included
         self.emitted = np.zeros(size, np.int32)
-        # slot of the row's guide or lead (see ``guides``), or -1
+        # slot of the row's guide, or of the row that it guides, or -1 (see ``guides``)
         self.partner = np.zeros(size, np.int32)
-        # computed tokens at the next compression
+        # number of computed tokens at which the row is compressed next
         self.compress_at = np.zeros(size, np.int32)
         self.scale = np.zeros(size, np.float32)  # of the guide
-        self.adapter = np.full(size, -1, np.int32)  # place on the device; -1 = none
+        # index of the LoRA adapter on the device; -1 without one
+        self.adapter = np.full(size, -1, np.int32)
         self.tokens = np.zeros((size, max_len + 1), np.int32)
-        # tokens by which known and computed may be too large, and rejected drafts since the row entered its slot
+        # drafts in flight, by which ``known`` and ``computed`` may be too large, and the count of
+        # rejected drafts since the row entered its slot
         self.slack, self.rejected = np.zeros((2, size), np.int32)
-        self.drafts = np.zeros((2, size), np.int64)  # checked and accepted drafts of this stay
+        # counts of checked and of accepted drafts since the row entered its slot
+        self.drafts = np.zeros((2, size), np.int64)
 
     def _add_flags(self, size: int) -> None:
-        """Add the columns of bools, of ``size`` rows."""
-        # whether the row waits for branches, or for its partner
+        """Add the columns of booleans: one element for each of ``size`` rows."""
+        # whether the row may not draw yet, because its branches must fork or its guide is not ready
         self.forking = np.zeros(size, bool)
-        # False means that the row is not planned until its last token is collected
+        # whether the row may be in the next step; False if its last token must be collected first
         self.ready = np.ones(size, bool)
         # whether the row has a token mask, and whether the host chooses its tokens
         self.late, self.host = np.zeros((2, size), bool)
-        # rows of a stepwise strategy, which wait for its decision after each step (see ``beams``)
+        # whether the row belongs to a beam search, which decides after each step (see ``beams``)
         self.beam = np.zeros(size, bool)
-        # whether steps of the row may have drafts
+        # whether steps may have draft tokens of the row
         self.speculates = np.zeros(size, bool)
         # whether a client receives each token as soon as it is drawn
         self.watch = np.zeros(size, bool)
-        self.scored = np.zeros(size, bool)  # the request returns log-probabilities
-        self.leads = np.zeros(size, bool)  # whether the row's partner is its guide
-        self.tapped = np.zeros(size, bool)  # whether the request has taps
-        # whether the request pools hidden states and draws no token
+        # whether log-probabilities of the row's tokens are returned
+        self.scored = np.zeros(size, bool)
+        self.leads = np.zeros(size, bool)  # whether the row has a guide
+        # whether the request reads or changes tensors of the model
+        self.tapped = np.zeros(size, bool)
+        # whether the request is for an embedding: it pools hidden states and draws no token
         self.pooled = np.zeros(size, bool)
 
     def _add_cache_columns(self, groups: int, size: int, blocks: int) -> None:
-        """Add the columns of the KV cache, of ``size`` rows with tables of ``blocks`` blocks."""
-        self.prefix_published = np.zeros(size, np.int32)  # blocks published in the prefix index
+        """Add the columns of the KV cache: for ``size`` rows, block tables of ``blocks`` entries in each KV group."""
+        # count of the row's first blocks that entered the prefix cache
+        self.prefix_published = np.zeros(size, np.int32)
         self.blocks = np.zeros((groups, size), np.int32)
-        # leading blocks released (sliding window)
+        # count of the row's first blocks that were released, because they lie before a sliding
+        # window
         self.trimmed = np.zeros((groups, size), np.int32)
-        # computed tokens that compressions have removed from the KV cache
+        # count of computed tokens that compressions have removed from the KV cache
         self.dropped = np.zeros((groups, size), np.int32)
         self.table = np.zeros((groups, size, blocks), np.int32)
 
     @property
     def n_running(self) -> int:
-        """Count the running sequences of requests, without their guides."""
+        """Return the count of running sequences, without guides."""
         return len(self.running) - self.paired // 2
 
     def enter(self, seq: Seq) -> int:
@@ -180,7 +197,7 @@ class Slots:
         self.compress_at[slot] = min([regular, *seq.compressions])
 
     def _enter_flags(self, slot: int, seq: Seq) -> None:
-        """Set the columns of bools of a row."""
+        """Set the columns of booleans of a row that has entered a slot."""
         r = seq.request
         beam = r.beams is not None
         host = seq.choose is not None or beam
@@ -196,19 +213,19 @@ class Slots:
         self.pooled[slot] = r.pooling is not None
 
     def at(self, slot: int) -> Seq:
-        """Return the sequence in an occupied slot."""
+        """Return the sequence in a slot, which must not be free."""
         seq = self.seq[slot]
         assert seq is not None, f"row {slot} is free"
         return seq
 
     def least_computed(self, slots: np.ndarray) -> np.ndarray:
-        """Return the least number of computed tokens i32 [n] of each of ``slots``, as if all drafts in flight were
+        """Return how many tokens of each row are computed at least, i32 [n], if all its drafts in flight are
         rejected."""
         return self.computed[slots] - self.slack[slots]
 
     def leave(self, slot: int) -> None:
-        """Free a slot whose blocks the caller has released.  The tokens that the host has seen are copied to the
-        Seq."""
+        """Free a slot.  The tokens that the host has received are copied to the sequence.  The caller has released its
+        blocks."""
         seq = self.at(slot)
         self.changes += 1
         self.asking -= int(self.prompt_topk[slot] >= 0)
@@ -238,14 +255,15 @@ class Slots:
         self.cooling.append(slot)
 
     def _count_drafts(self, slot: int, seq: Seq) -> None:
-        """Add the drafts of a row to the counts of its request."""
+        """Add the counts of a row's drafts to those of its request, and set them to 0."""
         drafted, accepted = self.drafts[:, slot].tolist()
         seq.request.drafted += drafted
         seq.request.accepted += accepted
         self.drafts[:, slot] = 0
 
     def view(self, slots: np.ndarray) -> QueueView:
-        """Return the columns of these rows as a policy reads them.  Each column is computed when it is first read."""
+        """Return the columns of the sequences in these slots for a scheduling policy.  Each column is computed when it
+        is first read."""
 
         def column(name: str) -> np.ndarray:
             if name in ("cached", "aborted"):

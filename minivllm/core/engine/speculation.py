@@ -35,17 +35,20 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 log = logging.getLogger("minivllm")
-# steps of a trial; the first is not timed, because the preceding step was of the other kind
+# number of steps of a trial; the first one is not timed, because the step before it was planned
+# otherwise
 TRIES = 8
-FIRST_WAIT, MOST_WAIT = 32, 512  # steps without drafts until the next trial, at first and at most
-RENEW = 512  # steps with drafts after which steps without are timed again
-LAST_STEPS = 15  # number of newest steps of a kind whose median time is used
-WEIGHT = 0.1  # largest weight of a new step in the running means of the acceptance
-MEAN_ROWS = 64  # rows of the newest steps over which the acceptance is averaged, at least
-HOPELESS, ENOUGH = 0.7, 3  # a trial ends early below this gain, after this many steps
+# steps without drafts before the next trial: of the first wait, and of the longest
+FIRST_WAIT, MOST_WAIT = 32, 512
+RENEW = 512  # after so many steps with drafts, steps without drafts are timed again
+LAST_STEPS = 15  # the time of steps is the median of so many newest ones
+WEIGHT = 0.1  # weight of a new step in the running mean of accepted drafts, at most
+# the running mean of accepted drafts covers at least so many rows of the newest steps
+MEAN_ROWS = 64
+HOPELESS, ENOUGH = 0.7, 3  # a trial ends early if its gain is below 0.7 after 3 steps
 # the wait before the next trial as a multiple of its duration, so that trials take a twentieth of the time
 TRIAL_COST = 20
-KEEP = 1.02  # the number of drafts changes only if the gain grows by this factor
+KEEP = 1.02  # the number of drafts changes only if the gain becomes larger by this factor
 
 
 class StepClass(NamedTuple):
@@ -60,54 +63,57 @@ class StepClass(NamedTuple):
 
 
 def class_of(rows: int, prompt: int) -> StepClass:
-    """Return the class of a step with so many decoding rows, drafts not counted, and so many prompt tokens."""
+    """Return the class of a step with ``rows`` decoding rows and ``prompt`` prompt tokens: both rounded to powers of
+    two.  Drafts do not count as rows."""
     return StepClass(max(rows - 1, 0).bit_length(), 1 + (prompt - 1).bit_length() if prompt else 0)
 
 
 def _span(size: int) -> str:
-    """Return the numbers whose largest power of two has the exponent ``size``, as text."""
+    """Return the range of numbers that are rounded up to 2 ** ``size``, as text such as "5-8"."""
     return f"{(1 << size >> 1) + 1}-{1 << size}" if size > 1 else str(1 << size)
 
 
 @dataclass
 class Class:
-    """Measurements of a ``StepClass``, and the decisions that follow: whether its steps have drafts (``on``), and how
-    many (``k``).  ``most`` is the limit of drafts of a row."""
+    """Measured times of the steps of one ``StepClass``, and what follows from them: whether its steps have drafts
+    (``on``), and how many per row (``k``).  ``most`` is the largest number of drafts of a row."""
 
     most: int
-    ms: dict[int, float] = field(default_factory=dict)  # drafts per row -> milliseconds of a step
-    k: int = 0  # drafts of a row while the class speculates
+    # drafts per row -> milliseconds of a step, the median of the newest ones
+    ms: dict[int, float] = field(default_factory=dict)
+    k: int = 0  # drafts per row, in steps that have drafts
     on: bool = False
-    left: int = TRIES  # steps until the next decision
-    trial: bool = True  # the current steps are a trial
+    left: int = TRIES  # count of steps until the next decision
+    trial: bool = True  # whether the present steps are a trial of speculation
     wait: int = FIRST_WAIT
-    tried: int = 0  # timed steps with drafts in the current trial
-    first: bool = True  # the next step is the first after a decision, and is not timed
-    # the newest times, whose median is ``ms``
+    tried: int = 0  # count of timed steps with drafts in the present trial
+    # whether the next step is the first one after a decision, which is not timed
+    first: bool = True
+    # drafts per row -> milliseconds of the newest steps
     recent: dict[int, deque[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.k = self.k or self.most
-        # share of rows whose first, second ... draft was accepted together with all earlier drafts
+        # for each draft number: share of the rows whose draft with this number, and all drafts
+        # before it, were accepted
         self.shares = np.zeros(self.most)
-        # number of steps in which each share was measured
+        # for each draft number: count of steps in which this share was measured
         self.observed = np.zeros(self.most, np.int64)
 
     def tokens(self, k: int) -> float:
-        """Return the expected tokens of a row in a step with k drafts."""
+        """Return the expected number of tokens that a row gets in a step with ``k`` drafts."""
         return 1.0 + float(self.shares[:k].sum())
 
     def estimate(self, k: int) -> float:
-        """Return the milliseconds of a step with k drafts, interpolated where k was not timed."""
+        """Return the milliseconds of a step with ``k`` drafts per row, interpolated if no step with ``k`` was timed."""
         known = sorted(self.ms)
         times = [self.ms[n] for n in known]
         return float(np.interp(k, known, times))
 
     def gain_of(self, k: int) -> float:
-        """Return the tokens per second with k drafts, divided by the tokens per second without drafts.
+        """Return the tokens per second with ``k`` drafts per row, divided by the tokens per second without drafts.
 
-        It is 0 before both were measured.
-        """
+        It is 0 until steps with and without drafts have been timed."""
         if 0 not in self.ms or len(self.ms) < 2:
             return 0.0
         return self.tokens(k) * self.ms[0] / self.estimate(k)
@@ -124,9 +130,10 @@ class Class:
         return best if gains[best] > KEEP * gains.get(self.k, 0.0) else self.k
 
     def note(self, drafts: int, ms: float, shares: np.ndarray, rows: int) -> None:
-        """Add a step of ``rows`` rows with so many drafts per row to the measurements.
+        """Add a step of ``rows`` rows with ``drafts`` drafts per row to the measurements.
 
-        ``ms`` is its time, and ``shares`` f64 [most] are the shares of its rows that accepted each draft."""
+        ``ms`` is its time in milliseconds.  ``shares`` f64 [most] has, for each draft number, the share of the rows
+        that accepted this draft."""
         recent = self.recent.setdefault(drafts, deque(maxlen=LAST_STEPS))
         recent.append(ms)
         self.ms[drafts] = median_low(recent)
@@ -139,15 +146,15 @@ class Class:
         self.shares[:drafts] += weight * (shares[:drafts] - self.shares[:drafts])
 
     def forget(self, drafts: int) -> None:
-        """Forget the times of steps with so many drafts, because they are old."""
+        """Remove the measured times of steps with ``drafts`` drafts per row, because they are old."""
         self.ms.pop(drafts, None)
         self.recent.pop(drafts, None)
 
     def turn(self) -> bool:
-        """Count down one step.  At 0, decide again whether the class speculates, and with how many drafts.
+        """Count a step.  If enough steps have run since the last decision, decide again whether steps have drafts, and
+        how many.
 
-        Return True if speculation was switched off because it does not pay.
-        """
+        Return True if speculation was switched off, because it does not save time."""
         self.left -= 1
         gain = 0.0
         if self.on:
@@ -162,9 +169,9 @@ class Class:
         return stopped
 
     def _decide(self, gain: float) -> bool:
-        """Begin or end a trial, given the largest gain, 0 if none was measured.  Return whether speculation was
-        switched off."""
-        if not self.on:  # steps without drafts were just timed
+        """Begin or end a trial of speculation.  ``gain`` is the largest measured gain, 0 if none was measured.  Return
+        whether speculation was switched off."""
+        if not self.on:  # the last steps had no drafts, and were timed
             self.on = self.trial = True
             self.left = TRIES
             self.tried = 0
@@ -178,7 +185,8 @@ class Class:
             self.left = RENEW
             self.wait = FIRST_WAIT
             return False
-        if not self.trial:  # measure steps without drafts again, and then steps with one more draft
+        # time some steps without drafts again, and then steps with one draft more
+        if not self.trial:
             self.on = False
             self.trial = True
             self.forget(0)
@@ -187,7 +195,7 @@ class Class:
         return False
 
     def _stop(self) -> None:
-        """Switch off until the next trial, which uses the number of drafts that lost least."""
+        """Switch speculation off, and set the wait before the next trial and the number of drafts of that trial."""
         spent = self.tried * self.estimate(self.k)
         self.left = max(self.wait, int(TRIAL_COST * spent / self.ms[0]))
         self.wait = min(2 * self.wait, MOST_WAIT)
@@ -195,7 +203,8 @@ class Class:
         self.k = self.best()
 
     def _changed(self) -> bool:
-        """Choose the best number of drafts, and return whether it still has to be timed."""
+        """Set the number of drafts to the best one, and return whether steps with this number have not been
+        timed yet."""
         before = self.k
         self.k = self.best()
         return self.k != before and self.k not in self.ms
@@ -203,29 +212,32 @@ class Class:
 
 @dataclass
 class Speculation:
-    """Counters and decisions of speculation.  ``k`` is the most drafts per row.  ``always`` speculates without
-    measuring the gain.  Invariant: ``accepted[j] <= proposed[j]``, both falling in j."""
+    """Counts the drafts (tokens that a drafter proposes and the model verifies) and decides how many a step has.
+
+    ``k`` is the largest number of drafts of a row.  ``always`` uses drafts without measuring whether they save time.
+    Invariant: ``accepted[j] <= proposed[j]``, and both fall with the draft number j."""
 
     k: int
     drafter: str
     always: bool = False
-    # for each processor, the sampler last: whether it handles several positions of a row in one step
+    # for each logits processor, then the sampler: whether it handles several positions of a row in
+    # one step
     able: tuple[bool, ...] = ()
-    failed: str = ""  # error of a failed drafter, which is not called any more
+    failed: str = ""  # error message of a drafter that failed and is not called any more
     steps: int = 0
-    rows: int = 0  # rows with drafts, summed over all steps
-    tokens: int = 0  # tokens that these rows received
-    ahead: bool = False  # a row may have drafts while a step with it is in flight
+    rows: int = 0  # count of rows with drafts in all steps
+    tokens: int = 0  # count of tokens that these rows received
+    ahead: bool = False  # whether a row may have drafts while another step with it is in flight
     classes: dict[StepClass, Class] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.proposed = np.zeros(self.k, np.int64)
         self.accepted = np.zeros(self.k, np.int64)
-        self._ended: float | None = None  # when the result of the last step was processed
+        self._ended: float | None = None  # time at which the last result was processed, in seconds
 
     @classmethod
     def of(cls, wiring: Wiring, capacity: Capacity) -> Speculation | None:
-        """Return the speculation of an engine; None if its wiring has no drafter that drafts."""
+        """Return the speculation of an engine; None if its configuration has no drafter."""
         options = wiring.speculation
         if not options.num_speculative_tokens:
             return None
@@ -256,8 +268,8 @@ class Speculation:
     # ---- planning ----------------------------------------------------------------------------------------------------
 
     def most_drafts(self, rows: int, prompt: int = 0) -> int:
-        """Return the number of drafts of each row in a step of ``rows`` decoding rows and ``prompt`` prompt tokens now.
-        0 means that no row has drafts."""
+        """Return how many drafts each row has in a step of ``rows`` decoding rows and ``prompt`` prompt tokens, by the
+        times measured so far; 0 means no drafts."""
         if self.failed:
             return 0
         if self.always:
@@ -282,7 +294,7 @@ class Speculation:
         """Return the number of drafts i32 [n] of each decoding row, at most ``most``, within ``budget`` tokens in
         total.  The blocks for them are taken, but no row is preempted for them."""
         n = np.zeros(len(decode), np.int32)
-        # A row that waits to fork also lacks one token, but it does not sample.
+        # A row whose branches are about to fork also lacks one computed token, but draws none.
         known = s.known[decode]
         fits = s.speculates[decode] & (s.computed[decode] == known - 1)
         if not ahead:
@@ -304,8 +316,8 @@ class Speculation:
     def collect(
         self, plan: StepPlan, result: StepResult, heads: np.ndarray, got: np.ndarray
     ) -> None:
-        """Count the drafts of a step.  ``heads`` are the plan rows that speculated, and ``got`` counts the tokens that
-        each of them received.  A failed drafter switches speculation off."""
+        """Count the proposed and accepted drafts of a step.  ``heads`` are the plan rows that had drafts, and ``got``
+        i32 has the number of tokens that each of them received.  If the drafter has failed, speculation ends."""
         failure = next((e for e in result.errors if e.scope == "drafts"), None)
         if failure is not None and not self.failed:
             self.failed = f"{failure.plugin}: {failure.message}"
@@ -335,7 +347,7 @@ class Speculation:
             return
         c = self._class(kind)
         if (drafts > 0) != c.on:
-            return  # the step was planned before the last decision
+            return  # the step was planned before the last decision about the number of drafts
         if c.first:
             c.first = False
         else:
@@ -350,7 +362,8 @@ class Speculation:
             )
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures for ``stats``: proposed and accepted drafts by position, and the gain by batch size."""
+        """Return statistics: for each draft number the proposed and accepted drafts, and for each class of steps the
+        gain and the times."""
         proposed = self.proposed.tolist()
         rate = [
             round(a / p, 4) if p else 0.0

@@ -18,21 +18,22 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .speculation import Speculation
 
-ONE = np.ones(1, np.int32)  # numpy adds an array in half the time of a number
+ONE = np.ones(1, np.int32)  # array, because numpy adds an array in half the time of a number
 
 
 class Steady(NamedTuple):
-    """A step in which every running row draws its next token, and the number of further steps that may repeat it."""
+    """The last step, in which every running row drew its next token, and how many further steps may repeat it."""
 
     plan: StepPlan
-    slots: np.ndarray  # i64 [R] slots of the plan
-    changes: int  # ``Slots.changes`` at the plan; the rows are the same while it is equal
-    steps: int  # number of further steps until a row has all its tokens
-    room: int  # further steps until a row lacks a block
+    slots: np.ndarray  # i64 [R] slot of each row
+    # value of ``Slots.changes`` after the step; the rows are the same as long as it does not change
+    changes: int
+    steps: int  # count of further steps before a row reaches its last token
+    room: int  # count of further steps before a row needs a new block
 
 
 class SteadyPlanner(Protocol):
-    """The attributes of a planner that a steady step needs."""
+    """The attributes of a planner that are needed to repeat a step."""
 
     slots: Slots
     cache: KVCache
@@ -48,8 +49,8 @@ class SteadyPlanner(Protocol):
 
 
 def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady | None:
-    """Return ``plan`` as the base of the next steps; None if the next step must be planned in full.  ``at`` i64 are its
-    slots.
+    """Return the step ``plan`` if the next step may repeat it with one more token per row; None if the next step must
+    be planned in full.  ``at`` i64 are the slots of its rows.
 
     A step must be planned in full if a policy is called in each step, if rows have drafts or may have some in the next
     step, or if a row waits for the host, computes its prompt, reads only some of its taps, or has given routes."""
@@ -64,7 +65,7 @@ def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady 
         return None
     steps = (s.end[at] - s.known[at]).min()
     if p.cache.compacts:
-        # the step before a compression is planned in full, because it may keep queries
+        # the step before a compression is planned in full, because its queries may be read
         steps = min(steps, (s.compress_at[at] - s.computed[at]).min() - 1)
     if p.cache.margin and p.cache.available < p.cache.margin * len(at):
         return None
@@ -94,7 +95,7 @@ def next_steady(planner: SteadyPlanner) -> StepPlan | None:
     ):
         return None
     if p.n_waiting and (s.free or s.cooling or p.shared or p.policy.preemptive):
-        return None  # a waiting sequence may enter
+        return None  # a waiting sequence may enter a slot in this step
     at = last.slots
     computed = last.plan.computed + ONE
     room = last.room
@@ -117,6 +118,6 @@ def next_steady(planner: SteadyPlanner) -> StepPlan | None:
     plan = last.plan.further(p.step_id, computed, delta)
     steps = last.steps - 1
     if cache.margin and cache.available < cache.margin * len(at):
-        steps = 0  # the next steps may lack a block
+        steps = 0  # the next step is planned in full, because a row may lack a block then
     p.steady = Steady(plan, at, last.changes, steps, room - 1)
     return plan

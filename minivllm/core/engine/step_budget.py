@@ -1,13 +1,12 @@
-"""Bound the prompt tokens of a step by the time that the decoding rows of the step wait for their next tokens.
+"""Limit the prompt tokens of a step, so that the decoding rows in the step do not wait too long for their next tokens.
 
     milliseconds of a step = decodes(rows) + prompts                 prompts: see ``pace``
 
-Both parts are learned from the device's times of earlier steps.  A step without decoding rows has no bound.
+Both times are learned from earlier steps.  A step without decoding rows has no limit.
 
 With "auto" the bound is a multiple of the shortest step of decodes, which is mostly the time to read the weights.  Each
 step has this cost again, so a step of that multiple loses a small share.  The time that decodes take for their rows is
-work that no longer step saves, so it does not raise the bound.
-"""
+work that no longer step saves, so it does not raise the bound."""
 
 from __future__ import annotations
 
@@ -24,33 +23,36 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Wiring
     from minivllm.core.interfaces.plan import StepPlan
 
-AUTO = 8.0  # with "auto", the time of a step's prompts may be this many times that of the shortest step of decodes
-LEAST_MS = 16.0  # with "auto", the least time of the prompts of a step, in milliseconds
-# share of the target that prompts receive even if the decodes take the whole target
+# with "auto": a step's prompts may take so many times as long as the shortest step without prompts
+AUTO = 8.0
+LEAST_MS = 16.0  # with "auto": a step's prompts may always take so many milliseconds
+# Prompts always get this share of the target time, even if the decoding rows take all of it.
 LEAST_SHARE = 0.25
-CHUNK = 128  # number of prompt tokens that a step may have if they take no longer than the target
-SIZES = 16  # groups of numbers of rows whose times are learned separately: 1, 2 to 3, 4 to 7, ...
-# least share of a step's time that is attributed to its prompts, because the time of its decodes is an estimate
+CHUNK = 128  # a step may have so many prompt tokens if they take no longer than the target time
+# count of groups of row counts whose times are learned separately: 1, 2 to 3, 4 to 7, ...
+SIZES = 16
+# At least this share of a step's time is counted for its prompts, because the time of its decoding
+# rows is an estimate.
 DOUBT = 0.05
-KEPT = 0.8  # weight of earlier measurements of a group
+KEPT = 0.8  # weight of the earlier measurements of a group relative to a new one
 
 
 class StepBudget:
-    """The learned times of steps, and the bound on the prompt tokens of the next step.
+    """Learns the times of steps, and limits the prompt tokens of the next step.
 
-    ``target_ms`` is the time of a step with decoding rows; None derives it from the times of decodes.  ``most`` is the
-    largest number of tokens of a step.  ``sizes`` are the numbers of tokens of long steps without padding, ascending.
-    """
+    ``target_ms`` is the time that a step with decoding rows may take; None derives it from steps without prompts.
+    ``most`` is the largest number of tokens of a step.  ``sizes`` are the numbers of tokens of long steps without
+    padding, ascending."""
 
     def __init__(self, target_ms: float | None, most: int, sizes: Sequence[int] = ()) -> None:
         self.target_ms, self.sizes = target_ms, tuple(sizes)
         self.pace = Pace(most, most)
-        # milliseconds of a step without prompts, by group; 0 means unknown
+        # milliseconds of a step without prompts, for each group of row counts; 0 means unknown
         self._decodes = np.zeros(SIZES)
 
     @classmethod
     def of(cls, wiring: Wiring, sizes: Sequence[int] = ()) -> StepBudget | None:
-        """Return the budget of an engine, None if its steps have no target."""
+        """Return the time budget for the steps of an engine, None if the configuration sets no target time."""
         target = wiring.steps.tpot_target_ms
         if target == "off":
             return None
@@ -80,7 +82,8 @@ class StepBudget:
         self.pace.note(total, context, prompts / 1e3)
 
     def decodes_ms(self, rows: int) -> float:
-        """Return the milliseconds of a step of ``rows`` decoding rows without prompts, from the nearest group."""
+        """Return the milliseconds of a step with ``rows`` decoding rows and no prompts, as measured for about as many
+        rows."""
         if not rows:
             return 0.0
         known = self._decodes.nonzero()[0]

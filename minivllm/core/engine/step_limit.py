@@ -15,26 +15,27 @@ if TYPE_CHECKING:
 
 
 class StepLimit:
-    """The limit of the tokens of a step while all unfinished requests can run in captured steps."""
+    """Limits the tokens of a step to those of the largest captured step, while all unfinished requests can run in
+    captured steps."""
 
     def __init__(self, tokens: int) -> None:
-        """Set the limit to ``tokens``; 0 means no limit."""
+        """Set the limit to ``tokens`` tokens per step; 0 means no limit."""
         self.tokens = tokens
-        # unfinished requests whose prompts run as separate launches
+        # count of unfinished requests whose prompts cannot run in captured steps
         self._launched: set[str] = set()
 
     @classmethod
     def of(cls, capacity: Capacity, max_num_seqs: int) -> StepLimit:
-        """Return the limit of an executor, with room for a token of each row."""
+        """Return the limit for an executor, large enough for one token of each row."""
         return cls(max(capacity.step_tokens, max_num_seqs) if capacity.step_tokens else 0)
 
     def enter(self, request: Request) -> None:
-        """Note a new request."""
+        """Count a new request if its prompt cannot run in captured steps."""
         if self.tokens and runs_launched(request):
             self._launched.add(request.id)
 
     def leave(self, request: Request) -> None:
-        """Forget a finished request."""
+        """Remove a finished request from the count."""
         self._launched.discard(request.id)
 
     def most(self, decodes: int, budget: int) -> int:

@@ -1,9 +1,8 @@
-"""The stop rule of a request, with the token ids that end its sequences and the length from which they apply.
+"""The stop rule of a request: the token ids that end its sequences, and from which length on they do.
 
-It also has the ids that a mask avoids.  The device applies the rule to all rows of a step (``Join``,
+It also has the ids that a token mask forbids if possible.  The device applies the rule to all rows of a step (``Join``,
 ``worker.sampling.stop_flags``).  Here it is applied to one token that the host chose, or to a candidate of a beam
-search.
-"""
+search."""
 
 from __future__ import annotations
 
@@ -23,21 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StopRule:
-    """The conditions for the end of a sequence.
+    """The conditions under which a sequence ends.
 
     Without a grammar no id of ``ids`` is drawn while the length is below ``min_end``.  A grammar may allow only such
-    ids.  Its mask excludes these ids while other tokens are allowed, and an id that cannot be excluded ends the
-    sequence.
-    """
+    ids.  Then its mask forbids them as long as it allows other tokens, and an id that cannot be forbidden ends the
+    sequence."""
 
-    ids: tuple[int, ...] = ()  # ids; the first ``n_eos`` are end-of-sequence ids
+    ids: tuple[int, ...] = ()  # token ids that end a sequence, the end-of-sequence ids first
     n_eos: int = 0
     min_end: int = 0  # length in tokens below which no stop id ends a sequence
     end: int = 0  # length in tokens at which a sequence ends in any case
-    # prompt length plus ``min_tokens``; a mask avoids ``avoided_before`` below this length
+    # Prompt length plus ``min_tokens``. Below this length a token mask forbids the ids
+    # ``avoided_before`` if possible.
     min_length: int = 0
     avoided_before: tuple[int, ...] = ()
-    avoided_after: tuple[int, ...] = ()  # ids that a mask avoids from that length on
+    # ids that a token mask forbids from that length on if possible
+    avoided_after: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -48,7 +48,8 @@ class StopRule:
         with an end-of-sequence token, even with ``ignore_eos``."""
         eos = () if params.ignore_eos and not grammar else tuple(eos_ids)
         ids = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
-        min_length = min(prompt + params.min_tokens, end)  # limited, because it is stored as int32
+        # at most ``end``, because it is stored as int32
+        min_length = min(prompt + params.min_tokens, end)
         return cls(
             ids,
             len(eos),
@@ -60,7 +61,7 @@ class StopRule:
         )
 
     def finish(self, token: int, known: int) -> Finish | None:
-        """Return the end of a sequence of ``known`` tokens with the last token ``token``, or None if it continues."""
+        """Return how a sequence of ``known`` tokens ends whose last token is ``token``, or None if it continues."""
         flags = LENGTH if known >= self.end else 0
         if token in self.ids and known > self.min_end:
             flags |= EOS if token in self.ids[: self.n_eos] else STOP_ID

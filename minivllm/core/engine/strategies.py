@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def own_names(strategies: Sequence[tuple[str, DecodingStrategy]]) -> set[str]:
-    """Return the names in ``SamplingParams.extra`` that any of the strategies reads."""
+    """Return the names of request parameters (``SamplingParams.extra``) that at least one of the decoding strategies
+    reads."""
     return set().union(*(made.reads for _, made in strategies)) - NAMES
 
 
@@ -37,7 +38,8 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
         made = next((made for made in able if call_foreign(made.takes, p)), None)
         for _, one in strategies if made is None else ():
             if one.reads & set(p.extra):
-                call_foreign(one.start, p)  # the error of ``start`` explains the refusal
+                # raises the error that explains why the strategy refuses the request
+                call_foreign(one.start, p)
         if made is not None:
             request.strategy = made
             if made.mode == "stepwise":

@@ -1,19 +1,19 @@
-"""The decision whether the partly filled last blocks of ended sequences (tails) are worth their place in the cache."""
+"""The decision whether the partly filled last blocks (tails) of ended sequences are kept in the prefix cache."""
 
 from __future__ import annotations
 
-LEARNED = 64  # number of kept tails after which their use is judged
-LEAST = 1 / 16  # least number of uses per tail with which a full cache keeps tails
-TRIED = 16  # in a full cache one of this many tails is kept anyway, to detect a new use
-WINDOW = 1024  # number of tails after which the counts are halved, so that later tails count more
+LEARNED = 64  # their use is judged after so many kept tails
+LEAST = 1 / 16  # a full cache keeps tails if each is used at least so often on average
+# a full cache keeps one of so many tails in any case, to detect when tails become useful
+TRIED = 16
+WINDOW = 1024  # the counts are halved after so many tails, so that newer tails count more
 
 
 class TailUse:
-    """Counts the use of tails.
+    """Counts how often tails (partly filled last blocks of ended sequences) are used.
 
-    A tail takes a whole block.  In a full cache another block is evicted for it, which costs hits if no later prompt
-    begins with the text of the tail, as in traces of independent requests.
-    """
+    A tail takes a whole block.  In a full cache another block is evicted for it, which costs prefix hits if no later
+    prompt begins with the text of the tail, as in traces of independent requests."""
 
     def __init__(self) -> None:
         self.kept = self.used = 0.0
@@ -28,12 +28,12 @@ class TailUse:
         return self.skipped % TRIED == 0
 
     def cached(self) -> None:
-        """Count a tail that was cached."""
+        """Count a tail that was kept in the prefix cache."""
         self.kept += 1
         if self.kept >= WINDOW:
             self.kept /= 2
             self.used /= 2
 
     def copied(self) -> None:
-        """Count a prompt that continues a tail."""
+        """Count a prompt that continues a cached tail."""
         self.used += 1

@@ -1,4 +1,5 @@
-"""The taps of a request, and the values that its sequences have read at them."""
+"""The taps of a request (named tensors of the model that it reads or changes), and the values that its sequences have
+read."""
 
 from __future__ import annotations
 
@@ -10,23 +11,27 @@ import numpy as np
 
 from .routes import RequestRoutes
 
-FIRST_ROOM = 16 << 20  # most bytes reserved at first for a sequence's values of one point
-ROOM = 1 << 30  # rows of a sequence without a bound of its length
+# bytes that are reserved at first for a sequence's values at one tap point, at most
+FIRST_ROOM = 16 << 20
+ROOM = 1 << 30  # used as the number of rows if the length of a sequence is not limited
 
 
 @dataclass(frozen=True)
 class RequestTaps:
-    """The taps of a request, points by their number in ``Capacity.taps``."""
+    """The checked taps of a request.  Tap points are numbered as in ``Capacity.taps``."""
 
-    read: Mapping[int, tuple[str, int]]  # point number -> (name, width) to read, ascending
-    steering: Mapping[int, np.ndarray]  # point number -> vector f32 [width] to add, ascending
-    logits: int  # number of the point ``logits``
-    # expert routes, whose points are also in ``read`` and ``steering``
+    # number of a tap point to read -> (name, width), in ascending order
+    read: Mapping[int, tuple[str, int]]
+    # number of a tap point -> vector f32 [width] that is added there, in ascending order
+    steering: Mapping[int, np.ndarray]
+    logits: int  # number of the tap point ``logits``
+    # expert routes of the request, whose tap points are also in ``read`` and ``steering``
     routes: RequestRoutes | None = None
 
     @property
     def salt(self) -> str:
-        """Return a digest of the steering vectors and given routes: requests with the same one may share prefixes."""
+        """Return a digest of the steering vectors and of the expert ids that the client sets.  Only requests with an
+        equal digest share cached prefixes."""
         digest = hashlib.sha256()
         for number, vector in self.steering.items():
             digest.update(number.to_bytes(4, "little") + vector.tobytes())
@@ -36,12 +41,13 @@ class RequestTaps:
 
     @property
     def given(self) -> np.ndarray | None:
-        """Return the given routes i32 [positions, layers * k], None if there are none."""
+        """Return the expert ids i32 [positions, layers * k] that the client sets, None if it sets none."""
         return None if self.routes is None else self.routes.given
 
     @property
     def changes(self) -> bool:
-        """Return whether the taps change the keys and values of the request's tokens."""
+        """Return whether the taps change the keys and values of the tokens, so that prefixes are not shared with other
+        requests."""
         return bool(self.steering) or self.given is not None
 
 
@@ -73,21 +79,23 @@ class Growing:
 
 @dataclass(eq=False)
 class TapValues:
-    """Values that a sequence has read at its taps, for the positions [first, upto).  Values of steps in flight still
-    arrive.
+    """The values that a sequence has read at its taps, for the positions [first, upto).  Values of steps in flight are
+    added later.
 
-    Steady steps (see ``steady``) do not advance ``upto``.  The next full step does, or the end of the sequence's stay
-    in its slot."""
+    Steps that repeat the last one (see ``steady``) do not advance ``upto``.  The next step that is planned in full
+    does, or the end of the sequence's stay in its slot."""
 
     first: int
     upto: int
     room: int = ROOM  # most rows
-    parts: dict[int, Growing] = field(default_factory=dict)  # values by point number
-    # logits of a scored prompt except its last token; only one branch of a request has them in full
+    parts: dict[int, Growing] = field(default_factory=dict)  # number of a tap point -> values
+    # Logits of a scored prompt, without its last token. Only one branch of a request has them in
+    # full.
     scored: list[np.ndarray] = field(default_factory=list)
 
     def keep(self, number: int, rows: np.ndarray) -> None:
-        """Append values f32 [n, width] of a tap point; the memory of ``rows`` stays the step's own."""
+        """Append values f32 [n, width] of a tap point.  They are copied, because the memory of ``rows`` belongs to the
+        step."""
         if number not in self.parts:
             width = rows.shape[1]
             most = max(FIRST_ROOM // (4 * width), len(rows))

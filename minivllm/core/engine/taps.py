@@ -34,15 +34,17 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 NO_ROUTES = np.empty(0, np.int32)
-LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}  # other dtypes have the range of float32
+# largest number of each dtype; other dtypes have the range of float32
+LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}
 
 
 class TapLimits(NamedTuple):
-    """Limits of taps: ``widths`` of the tap points by number, and the ``most`` bytes that a request may read."""
+    """Limits of taps: ``widths`` has the width of each tap point, and ``most`` is the number of bytes that a request
+    may read."""
 
     widths: tuple[int, ...] = ()
     most: int = 0
-    kept: KeptReader | None = None  # stores the kept tokens of compressions
+    kept: KeptReader | None = None  # stores which tokens compressions keep
 
     @classmethod
     def of(cls, capacity: Capacity, wiring: Wiring) -> TapLimits:
@@ -62,7 +64,7 @@ NO_LIMITS = TapLimits()
 
 
 def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: Executor) -> None:
-    """Check the taps of a request and set its ``tapped``.
+    """Check the taps of a request (named tensors of the model that it reads or changes) and set ``request.tapped``.
 
     RequestError for an unknown point, a vector of the wrong size or range, values that cannot be read, or more values
     than a request may read."""
@@ -107,11 +109,11 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
     request.tapped = RequestTaps(
         dict(sorted(read.items())), dict(sorted(steering.items())), numbers[LOGITS], routes
     )
-    # whether the logits of the prompt are computed
+    # The logits of all prompt tokens are only computed if their log-probabilities are requested.
     scores = request.params.prompt_logprobs is not None
     row = 4 * sum(width for name, width in read.values() if name != LOGITS or scores)
     limits = TapLimits.of(capacity, wiring)
-    # each output includes the prompt's values
+    # the values of the prompt are returned with each of the n outputs
     if row * len(request.prompt) * max(request.params.n, 1) > limits.most:
         raise RequestError(limits.too_many, "taps")
 
@@ -122,7 +124,7 @@ def _add_routes(
     read: dict[int, tuple[str, int]],
     steering: dict[int, np.ndarray],
 ) -> None:
-    """Add the tap points at which a request reads and prunes experts to its taps."""
+    """Add the tap points at which a request reads expert ids or prunes experts to ``read`` and ``steering``."""
     names = list(points)
     for layer in routes.layers if routes.reads else ():
         read[layer.ids] = names[layer.ids], layer.chosen
@@ -147,18 +149,18 @@ def _fitting(tap: Tap, width: int) -> np.ndarray:
 
 
 def most_cached(seq: Seq, most: int) -> int:
-    """Return how many of the first ``most`` tokens may come from the prefix cache.  Cached tokens have no
-    log-probabilities, tap values and hidden states."""
+    """Return how many of the first ``most`` tokens may come from the prefix cache.  Tokens are computed if the request
+    needs their log-probabilities, tap values or hidden states, which a cached token does not have."""
     request = seq.request
     if request.prompt_topk >= 0:
         return 1
     if (
         request.keep or request.observed
-    ):  # The row is compressed at the end of its prompt, and the earlier queries are computed for the compression.
+        # The row is compressed at the end of its prompt, and the compression reads the last queries of
+        # the prompt.
+    ):
         most = min(most, max(1, len(request.prompt) - request.observed + 1))
-    if (
-        seq.compressions
-    ):  # the token before a compression is computed, because its query may be read
+    if seq.compressions:  # a compression may read the query of the token before it
         most = min(most, *seq.compressions)
     if request.pooling is not None:
         return request.pooling.most_cached(most)
@@ -170,9 +172,12 @@ def most_cached(seq: Seq, most: int) -> int:
 def tap_rows(
     s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray, draws: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Return the columns ``taps``, ``steered``, ``given`` and ``routes`` of plan.StepPlan.  ``slots`` are the step's
-    rows, and ``draws`` bool marks the rows that sample.  The positions read by the step are counted as read."""
-    found: dict[int, list[tuple[int, int]]] = {}  # (row, first token) by point
+    """Return the columns ``taps``, ``steered``, ``given`` and ``routes`` of plan.StepPlan.
+
+    ``slots`` are the slots of the step's rows, and ``draws`` bool marks the rows that draw a token.  The positions that
+    the step computes count as read afterwards."""
+    # number of a tap point -> (row, first token to read)
+    found: dict[int, list[tuple[int, int]]] = {}
     steered: set[int] = set()
     given = list[tuple[int, int]]()
     routes = list[np.ndarray]()
@@ -193,7 +198,7 @@ def tap_rows(
         if seq.tap_values is None:
             seq.tap_values = TapValues(at, at, seq.request.end - at)
         first = max(seq.tap_values.upto - at, 0)
-        if first >= n:  # a host row may repeat a position after a preemption
+        if first >= n:  # all these positions were read before a preemption
             continue
         seq.tap_values.upto = at + n
         for number in taps.read:
@@ -211,26 +216,26 @@ def tap_rows(
 
 
 def reads_all(s: Slots, at: np.ndarray, taps: np.ndarray) -> bool:
-    """Return whether each row of a step reads all tap points of its request.
+    """Return whether a step reads all tap points of the request of each row.
 
-    ``at`` has the slots, with one token each.  A step of the same rows with one more token then has the same ``taps``.
-    """
+    ``at`` has the slots of the rows, which compute one token each, and ``taps`` is the column of the plan.  If so, a
+    step of the same rows with one more token has the same ``taps``."""
     tapped_rows = [s.at(slot).request.tapped for slot in at[s.tapped[at]].tolist()]
     return len(taps) == sum(len(tapped.read) for tapped in tapped_rows if tapped is not None)
 
 
 class TapKeeper:
-    """Writes a step's tap values to the sequences of its rows.
+    """Stores the tap values of steps with the sequences of their rows.
 
     Most decode steps read the same points of the same rows as the previous step, and then have the same ``plan.taps``
-    array (see ``steady``).  The target memory of each line is then looked up only once.
-    """
+    array (see ``steady``).  The memory to which each row of this array is written is then looked up only once."""
 
     def __init__(self, limits: TapLimits) -> None:
         self.limits = limits
         self.taps = np.empty((0, 3), np.int32)
-        self.seqs: list[tuple[Seq, int]] = []  # sequence of each line, and its bytes per step
-        # (width, memory of the lines) of each point
+        # for each row of ``taps``: the sequence, and the bytes that it reads in a step
+        self.seqs: list[tuple[Seq, int]] = []
+        # for each tap point: its width, and the arrays to which the values of its rows are appended
         self.memory: list[tuple[int, list[Growing]]] = []
         self.steps = self.room = (
             0  # steady steps stored, and the most until a request exceeds its limit
@@ -267,8 +272,8 @@ class TapKeeper:
         return self._look_up(plan, sequence, values, rejected)
 
     def end(self) -> None:
-        """Add the bytes of steady steps to their requests and clear the looked-up memory.  It is called when a step
-        differs, or when a sequence ends."""
+        """Add the bytes that repeated steps have read to their requests, and clear the looked-up memory.  It is called
+        when a step differs from the last one, or when a sequence ends."""
         for seq, size in self.seqs:
             seq.request.tap_bytes += self.steps * size
         self.seqs = []
@@ -277,8 +282,8 @@ class TapKeeper:
         self.room = 0
 
     def _begin(self, sequence: Callable[[int], Seq | None]) -> None:
-        """Look up the memory of each line of ``taps``.  All rows have values of all these points from the step
-        before."""
+        """Look up the array to which each row of ``taps`` is appended.  All of them exist, because the step before had
+        the same rows."""
         sizes: dict[Request, int] = {}
         for number, rows, _ in by_point(self.taps):
             width = self.limits.widths[number]
@@ -313,7 +318,7 @@ class TapKeeper:
                 if seq is None or seq.status == FINISHED or seq.tap_values is None:
                     continue
                 if rejected is not None and rejected[row]:
-                    # the position is computed again with another token
+                    # a rejected draft: the position is computed again with another token
                     seq.tap_values.upto = min(seq.tap_values.upto, int(plan.computed[row]))
                     continue
                 request = seq.request

@@ -1,4 +1,5 @@
-"""The choice whether a request loads pages from a tier or computes them, by measured speeds."""
+"""The choice whether a request loads KV pages from a tier (CPU memory or disk) or computes them again, by measured
+speeds."""
 
 from __future__ import annotations
 
@@ -10,21 +11,21 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PROMPT = 4  # tokens of a row from which on a step counts as one of prompts
-RECENT = 24  # number of recent steps, or of recent copies, from which a speed is measured
-LEAST = 1e-12  # least seconds to copy a byte; shorter times are errors of a clock
-WAITS = 9  # number of recent requests whose waits beyond the loads are measured
-APART = 0.25  # least difference between two steps for a slope, as a share of the largest step
-# A slow tier counts as faster by this factor after each request that did not load from it, so that it is measured
-# again.
+PROMPT = 4  # a step counts as one with prompts if a row has so many tokens
+RECENT = 24  # a speed is measured from so many of the newest steps or copies
+LEAST = 1e-12  # seconds to copy a byte, at least; shorter times are errors of a clock
+WAITS = 9  # count of newest requests from which the waiting time besides the loads is measured
+APART = 0.25  # two steps show a slope only if they differ by this share of the larger one
+# After each request that does not load from a slow tier, the tier counts as faster by this factor,
+# so that its speed is measured again.
 HOPE = 0.97
 
 
 class CopyPace:
-    """The time to copy a byte: the median of recent copies."""
+    """The measured time to copy a byte: the median of recent copies."""
 
     def __init__(self, start: float | None = None) -> None:
-        """Begin with ``start`` in seconds, which the first measurement replaces; None means that it is not known."""
+        """Start with ``start`` seconds per byte until the first measurement; None means unknown."""
         self._start = start
         self._recent: deque[float] = deque(maxlen=RECENT)
 
@@ -39,16 +40,15 @@ class CopyPace:
         return float(np.median(self._recent)) if self._recent else self._start
 
     def lower(self) -> None:
-        """Lower the value by the factor HOPE."""
+        """Multiply the time per byte by the factor HOPE, so that a slow copy is tried again."""
         for i, seconds in enumerate(self._recent):
             self._recent[i] = seconds * HOPE
 
 
 class Slope:
-    """The growth of one quantity with another: the median of the slopes between recent pairs of measurements.
+    """How much one quantity grows with another: the median of the slopes between recent pairs of measurements.
 
-    Single pairs that took long because of other programs on the machine do not change it.
-    """
+    So a few measurements that took long because of other programs on the machine do not change it."""
 
     def __init__(self) -> None:
         self.pairs: deque[tuple[float, float]] = deque(maxlen=RECENT)
@@ -60,7 +60,7 @@ class Slope:
 
     @property
     def value(self) -> float | None:
-        """Return the slope; the median of y / x while all x are alike, and None without pairs."""
+        """Return the slope.  While all x are about equal, return the median of y / x; None without measurements."""
         if self._value is None and self.pairs:
             x, y = np.array(self.pairs).T
             run = x[:, None] - x
@@ -73,9 +73,9 @@ class Slope:
 
 
 class LoadChoice:
-    """Measured speeds, and counts of the choices.
+    """Chooses between loading and computing by measured speeds, and counts the choices.
 
-    A speed that was not measured counts as infinite for loads, so that they are tried, and as zero for computing.
+    A speed that was not measured yet counts as infinite for loads, so that they are tried, and as zero for computing.
     """
 
     def __init__(self, always: list[bool], copy_seconds: float | None = None) -> None:
@@ -85,26 +85,26 @@ class LoadChoice:
         from host memory to the device, if the worker has measured it at its start.
         """
         self.always = always
-        # seconds by tokens: the slope is the time that a token adds to a step
+        # (tokens of a step, seconds): the slope is the time that each token adds to a step
         self.steps = Slope()
-        # Seconds that recent requests waited beyond the expected time of their loads while no step ran, and their
-        # median. This is time in queues and between polls.
+        # Seconds that recent requests waited longer than their loads should have taken while no
+        # step ran, and the median. They pass in queues and between polls.
         self.longer: deque[float] = deque(maxlen=WAITS)
         self.wait_seconds = 0.0
-        # of loads from each tier, and of writes to the device within steps
+        # measured time per byte of loads from each tier, and of writes to the device within steps
         self.loading = [CopyPace(copy_seconds) for _ in always]
         self.writing = CopyPace()
-        # bytes and seconds of all writes so far, by the number of a rank
+        # rank (number of a worker process) -> bytes and seconds of all its writes so far
         self.writes: dict[int, tuple[int, float]] = {}
-        self.busy_seconds = 0.0  # time of all steps so far
+        self.busy_seconds = 0.0  # seconds of all steps so far
         self.loaded = self.computed = 0  # requests
-        # number of requests whose loads have ended, and the sums of their predicted and measured seconds and of the
-        # errors
+        # count of requests whose loads have ended, and sums of their expected seconds, of their
+        # measured seconds and of the errors
         self.waited = 0
         self.predicted_seconds = self.measured_seconds = self.error_seconds = 0.0
 
     def step_ended(self, q_len: np.ndarray, milliseconds: float) -> None:
-        """Note the time of a step whose rows have ``q_len`` i32 [R] tokens."""
+        """Add a step to the measurements.  ``q_len`` i32 [R] has the number of tokens of each of its rows."""
         tokens = int(q_len.sum())
         self.busy_seconds += max(milliseconds, 0.0) / 1e3
         if milliseconds > 0 and tokens >= PROMPT * len(q_len):
@@ -116,7 +116,7 @@ class LoadChoice:
         return self.steps.value
 
     def page_loaded(self, tier: int, size: int, seconds: float) -> None:
-        """Note the time of a load of ``size`` bytes."""
+        """Add a load of ``size`` bytes from a tier to the measurements."""
         self.loading[tier].add(size, seconds)
 
     def written(self, rank: int, size: int, seconds: float) -> None:
@@ -161,12 +161,11 @@ class LoadChoice:
     def ended(
         self, predicted: float, measured: float, busy: float = 0.0, alone: bool = True
     ) -> None:
-        """Note the expected and the real seconds that a request waited for its pages.
+        """Add the expected and the real seconds that a request waited for its pages to the measurements.
 
         ``busy`` is the time of the steps that ended meanwhile.  A request that computes its blocks waits for these
         steps too, so the part of ``busy`` beyond the expected time of the loads does not count.  Waits beyond the loads
-        are only measured if no row ran (``alone``), because the end of a load is noticed between steps.
-        """
+        are only measured if no row ran (``alone``), because the end of a load is noticed between steps."""
         load = predicted - self.wait_seconds
         measured -= max(0.0, min(busy, measured) - load)
         self.waited += 1

@@ -1,4 +1,5 @@
-"""The index of one tier, with its pages, the pages to evict when it is full, and its counters."""
+"""The index of one tier (storage for KV pages behind the device, such as CPU memory or a disk): which pages it has,
+which to evict when it is full, and its counters."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def evictor_key(key: bytes) -> int:
-    """Return the number under which the evictor has a page."""
+    """Return the 64-bit key under which the evictor plug-in receives a page."""
     return int.from_bytes(key[8:], "little") or 1
 
 
@@ -36,7 +37,7 @@ class TierIndex:
         self.limit = limit
         self.patience = patience
         self.eager = eager
-        # bytes of pages on their way to the tier, and the bytes beyond which no page is stored
+        # bytes of the pages that are being stored, and the limit of these bytes
         self.queued = 0
         self.queue = queue
         self.evictor = evictor
@@ -46,22 +47,25 @@ class TierIndex:
         self.stored: set[bytes] = set()
         self.by_number: dict[int, bytes] = {}
         self.used = 0
-        # page that is never evicted -> number of names that keep it
+        # page that may not be evicted -> count of names that keep it
         self.pinned: dict[bytes, int] = {}
-        self.dropped: list[bytes] = []  # pages to remove from the store
-        self.overdue: set[int] = set()  # tickets of loads for which no request waits any longer
-        self.hits = self.misses = 0  # counts of pages that requests looked for
+        # evicted pages, to be removed from the storage with the next delta
+        self.dropped: list[bytes] = []
+        # ids of running loads whose requests do not wait for them any longer
+        self.overdue: set[int] = set()
+        self.hits = self.misses = 0  # counts of pages that requests looked for: found, not found
         self.stores = self.loads = self.evictions = 0  # pages
         # count of pages that were not stored, because the queue or the tier was full
         self.skipped = 0
-        self.late = 0  # number of loads that ended after their requests had stopped waiting
-        self.lost = 0  # count of loads that found no usable page
+        self.late = 0  # count of loads that ended after their requests had stopped waiting
+        self.lost = 0  # count of loads that found no page, or a damaged one
         self.store_bytes = self.load_bytes = 0
         self.load_seconds = 0.0
-        self.faults = 0  # count of exceptions and damaged pages in the workers
+        self.faults = 0  # count of exceptions and damaged pages in the worker processes
 
     def has(self, key: bytes) -> bool:
-        """Return True if the tier has a page, and no load of it hangs."""
+        """Return True if the tier has a page and can load it.  While a load takes longer than requests wait, the tier
+        counts as having no page."""
         return key in self.stored and not self.overdue
 
     def reserve(
@@ -84,7 +88,7 @@ class TierIndex:
         while self.used + size > self.limit:
             if not self._evict(self.used + size - self.limit):
                 return False
-        parent = 0  # the tier may have lost the page before
+        parent = 0  # 0 in place of the parent's key, because the tier may not have the page before
         evicted = self.evicted_keys.take(number)
         info = block_info([(parent, depth, size, cost, tenant, session, kind, evicted)])
         self.evictor.add(np.array([number], np.uint64), info)
@@ -98,7 +102,7 @@ class TierIndex:
         return not self.queued or self.queued + size <= self.queue
 
     def arrived(self, key: bytes) -> None:
-        """Mark a page as stored."""
+        """Mark a page as stored, so that it may be loaded and evicted."""
         self.stored.add(key)
         if key not in self.pinned:
             self.evictor.free(np.array([evictor_key(key)], np.uint64))
@@ -120,7 +124,7 @@ class TierIndex:
                     self.evictor.free(np.array([evictor_key(key)], np.uint64))
 
     def remove(self, key: bytes) -> None:
-        """Forget a page that the store has lost, or could not store."""
+        """Remove a page from the index, because the storage has lost it or could not store it."""
         if key in self.size:
             if key in self.pinned and key in self.stored:
                 self.evictor.free(np.array([evictor_key(key)], np.uint64))
@@ -148,7 +152,7 @@ class TierIndex:
             raise EngineDeadError(f"evictor {problem}") from e
 
     def _evict(self, need: int) -> bool:
-        """Evict pages of about ``need`` bytes.  Return False if no stored page is left."""
+        """Evict pages of about ``need`` bytes in total. Return False if no page is left that may be evicted."""
         mean = max(1, self.used // max(1, len(self.size)))
         victims = np.asarray(self.evictor.victims(-(-need // mean)), np.uint64).tolist()
         for number in victims:
@@ -174,9 +178,10 @@ class TierIndex:
         self.dropped += gone
 
     def open(self, found: Sequence[Mapping[str, int]], held: Sequence[str]) -> None:
-        """Index the pages that the stores of all ranks had at the start; ``found`` maps keys (hex) to bytes.
+        """Add the pages that the storage of all ranks had at the start.  ``found`` has a dict from keys (hex) to bytes
+        for each rank.
 
-        The pages ``held`` of named prefixes are indexed first, and not evicted for others."""
+        The pages ``held`` of named prefixes are added first, and not evicted for other pages."""
         sizes: dict[str, int] = {}
         for rank in found:
             for key, size in rank.items():
@@ -191,7 +196,7 @@ class TierIndex:
         self.unpin(pinned)
 
     def figures(self) -> dict[str, Any]:
-        """Return the state and the counters."""
+        """Return the statistics of the tier."""
         names = (
             "limit", "used", "hits", "misses", "stores", "loads", "evictions", "skipped", "late", "lost",
             "store_bytes", "load_bytes", "load_seconds", "faults",

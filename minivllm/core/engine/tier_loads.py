@@ -1,4 +1,4 @@
-"""Pages of the KV cache that are transferred between the device and its tiers."""
+"""KV pages that are being copied between the device and a tier (CPU memory or disk)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stored:
-    """A request to store a page."""
+    """A page that is being stored in a tier."""
 
     tier: int
     key: bytes
@@ -18,17 +18,18 @@ class Stored:
 
 @dataclass(eq=False)
 class Staged:
-    """A page that is being loaded, or is staged in the workers."""
+    """A page that is being loaded from a tier, or that the worker processes have loaded and not yet written to the
+    device."""
 
     ticket: int
     tier: int
     key: bytes
     size: int
-    users: int = 0  # number of sequences that may still use the page
+    users: int = 0  # count of sequences that may still use the page
     acks: int = 0
     failed: bool = False
     done: bool = False
-    void: bool = False  # whether the tiers were reset since
+    void: bool = False  # whether all tiers were emptied since the start of the load
     seconds: float = 0.0
 
     @property
@@ -38,22 +39,23 @@ class Staged:
 
 @dataclass(eq=False)
 class PageLoad:
-    """The pages that a waiting sequence gets, by (KV group, block); the last group are recurrent states."""
+    """The pages that a waiting sequence loads, by (KV group, index of the block); the group behind the last one stands
+    for recurrent states."""
 
-    begun: float  # start in seconds of the engine's clock
+    begun: float  # start of the load, in seconds of the engine's clock
     patience: float
     wanted: dict[tuple[int, int], tuple[int, bytes]]  # (tier, key)
-    # tickets; empty until there is room for the loads
+    # the running loads of these pages; empty until there is memory for them
     pages: dict[tuple[int, int], Staged] = field(default_factory=dict)
     ready: bool = False
-    predicted: float = 0.0  # expected seconds until all pages are staged
-    alone: bool = False  # whether no row ran and no other sequence waited at the start
-    busy: float = 0.0  # time of all steps before the load, in seconds
+    predicted: float = 0.0  # expected seconds until all pages are loaded
+    alone: bool = False  # at the start, no row ran and no other sequence waited for pages
+    busy: float = 0.0  # sum of the seconds of all steps up to the start of the load
 
 
 @dataclass(frozen=True)
 class Named:
-    """A cached block whose page has a key."""
+    """The key under which a tier stores a cached block, and properties of the block."""
 
     key: bytes
     depth: int

@@ -1,4 +1,4 @@
-"""Prefixes with a name, whose pages stay in a tier until the name is dropped, also over restarts."""
+"""Prefixes with a name: a tier (such as a disk) keeps their KV pages until the name is dropped, also over restarts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from .tier_index import TierIndex
     from .tier_loads import Named
 
-    Place = tuple[int, int, Named]  # (KV group, block, key of the block's page)
+    Place = tuple[int, int, Named]  # (KV group, number of the block on the device, key of its page)
 
 LONGEST = 60  # largest number of bytes of a name in UTF-8
-WAIT = 60.0  # time limit in seconds for storing the pages of a prefix
+WAIT = 60.0  # seconds that storing the pages of a prefix may take
 
 
 class NameOwner(Protocol):
-    """The attributes of ``Tiers`` that names need."""
+    """The attributes of ``Tiers`` that are needed to store prefixes under names."""
 
     tiers: list[TierIndex]
     named: list[dict[int, Named]]
@@ -47,16 +47,20 @@ class NameOwner(Protocol):
 
 
 class NamedPrefixes:
-    """The names of one tier, which is the first that keeps names."""
+    """The named prefixes of an engine.  They are stored in the first tier that can keep names."""
 
     def __init__(self, owner: NameOwner, opened: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the pages of the names in the store.  ``opened`` has the answer of each rank."""
+        """Read the names that the tier has stored before, and protect their pages from eviction.  ``opened`` has the
+        answer of each rank (worker process) at the start."""
         self.owner = owner
         keeping = [i for i, facts in enumerate(opened[0]["tiers"]) if facts["keeps_names"]]
         self.tier = keeping[0] if keeping else -1
         self.keys: dict[str, list[bytes]] = {}
-        self.marks: list[list[Any]] = []  # names to keep or drop, for the next call
-        self.marking: dict[int, list[bool]] = {}  # ticket -> answers of the ranks
+        # [tier, id, name, keys or None] of names to store or to remove with the next call of the
+        # workers
+        self.marks: list[list[Any]] = []
+        # id of such an order -> answers of the ranks so far
+        self.marking: dict[int, list[bool]] = {}
         self.ranks = len(opened)
         found = opened[0]["tiers"][self.tier]["names"] if keeping else {}
         for name, keys in found.items():
@@ -64,7 +68,7 @@ class NamedPrefixes:
 
     @property
     def index(self) -> TierIndex:
-        """Return the tier that stores named prefixes.  RequestError if no tier does."""
+        """Return the index of the tier that stores named prefixes.  RequestError if no tier does."""
         if self.tier < 0:
             raise RequestError("no tier keeps names of prefixes: add the store disk to kvstore")
         return self.owner.tiers[self.tier]
@@ -74,14 +78,15 @@ class NamedPrefixes:
         self.index.pin(keys)
 
     def tokens(self) -> dict[str, int]:
-        """Return the names, each with the number of tokens of its prefix."""
+        """Return the stored names, each with the number of tokens of its prefix."""
         block = self.owner.cache.block
         return {name: block * sum(key[-1] == 0 for key in keys) for name, keys in self.keys.items()}
 
     def save(self, name: str, tokens: np.ndarray, salt: Salt, call: Callable[..., Any]) -> int:
-        """Keep the pages of a prompt that was computed under a name, and return the number of their tokens.
+        """Store the KV pages of the prompt ``tokens`` under a name, and return the number of stored tokens.  The prompt
+        must have been computed, and no step may be in flight.
 
-        RequestError if the name is malformed or no page can be kept.  No step is in flight."""
+        RequestError if the name is malformed, or if no page can be stored."""
         index = self.index
         if not name or len(name.encode()) > LONGEST:
             raise RequestError(
@@ -123,7 +128,7 @@ class NamedPrefixes:
         return []
 
     def _store(self, places: list[Place], call: Callable[..., Any]) -> None:
-        """Store blocks, and wait until they are stored.  RequestError if there is no room for one."""
+        """Store blocks in the tier, and wait until this is done.  RequestError if there is no room for one of them."""
         end = time.monotonic() + WAIT
         todo = list(places)
         while todo or self.owner.storing:
@@ -139,7 +144,8 @@ class NamedPrefixes:
             raise RequestError("a block could not be stored: the disk is full or fails")
 
     def _mark(self, name: str, keys: list[bytes] | None, call: Callable[..., Any]) -> None:
-        """Keep or forget a name in the store.  RequestError if that fails."""
+        """Write a name with the keys of its pages to the storage, or remove the name if ``keys`` is None.  RequestError
+        if that fails."""
         ticket = self.owner.new_ticket()
         answers = self.marking[ticket] = []
         listed = None if keys is None else [key.hex() for key in keys]
@@ -155,11 +161,11 @@ class NamedPrefixes:
         del self.marking[ticket]
 
     def marked(self, ticket: int, kept: bool) -> None:
-        """Note the answer of one rank."""
+        """Store the answer of one rank to an order to write or remove a name."""
         self.marking[ticket].append(kept)
 
     def drop(self, name: str, call: Callable[..., Any]) -> None:
-        """Forget a name; its pages may be evicted then.  RequestError if there is no such name."""
+        """Remove a name; its pages may be evicted then.  RequestError if there is no such name."""
         index = self.index
         if name not in self.keys:
             known = ", ".join(map(shown, self.keys)) or "none"

@@ -41,19 +41,20 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 VERB = "kv_tiers"  # of ``Executor.call``
-# bytes of loaded pages of waiting requests, beyond which later requests wait for earlier ones
+# Bytes of loaded pages of waiting requests. Beyond this limit, later requests wait for earlier
+# ones.
 STAGED = 1 << 30
-POLL = 3e-4  # seconds between two polls of loads and stores
-FLUSH = 10.0  # seconds that the end of the engine waits until pages are stored
+POLL = 3e-4  # seconds between two queries of the state of loads and stores
+FLUSH = 10.0  # the end of the engine waits so many seconds for pages to be stored
 
 
 def halves(key: bytes) -> list[int]:
-    """Return a key as the two numbers of a row of ``Delta.store``."""
+    """Return the 16 bytes of a key as two 64-bit integers, the last columns of ``Delta.store``."""
     return np.frombuffer(key, ">i8").tolist()
 
 
 class TieredCache(Protocol):
-    """The attributes of a KV cache that its tiers read."""
+    """The attributes of a KV cache that its tiers use."""
 
     pools: list[BlockPool]
     slots: Slots
@@ -69,7 +70,7 @@ class TieredCache(Protocol):
 
 
 class Tiers:
-    """The tiers of an engine, the nearest first."""
+    """The tiers of an engine (storage for KV pages behind the device), the fastest first."""
 
     def __init__(
         self,
@@ -80,15 +81,15 @@ class Tiers:
         context: Callable[[str, int], EvictorContext],
         now: Callable[[], float],
     ) -> None:
-        """Index the pages that the tiers have.
+        """Create the index of each tier with the pages that its storage has already.
 
-        ``opened`` is the answer of each rank to the verb with the argument ``open``.  ``context`` returns the arguments
-        of an evictor for a tier's name and its number of pages."""
+        ``opened`` has what each rank (worker process) reported when it opened the tiers.  ``context(name, pages)``
+        returns the arguments of an evictor for a tier of so many pages."""
         self.cache = cache
         self.now = now
         self.ranks = len(opened)
         self.identity = bytes.fromhex(opened[0]["identity"])
-        # bytes of a page of each group in one rank, and in all
+        # bytes of a page of each KV group: the part that one rank stores, and all ranks together
         self.part = [rank["page_bytes"] for rank in opened]
         self.page_bytes = [sum(sizes) for sizes in zip(*self.part, strict=True)]
         self.states = len(cache.pools) if cache.checkpoints is not None else -1
@@ -102,27 +103,34 @@ class Tiers:
             held = [key for keys in facts["names"].values() for key in keys]
             index.open([rank["tiers"][i]["keys"] for rank in opened], held)
             self.tiers.append(index)
-        # (tier, key) -> ranks that found their part of a page of another process, and bytes
+        # pages that another engine stored in a shared tier: (tier, key) -> count of ranks that have
+        # found their part, and bytes
         self.found: dict[tuple[int, str], tuple[int, int]] = {}
         self.prefixes = NamedPrefixes(self, opened)
         measured = [rank["copy_seconds"] for rank in opened if rank["copy_seconds"] is not None]
         always = [facts["always"] for facts in opened[0]["tiers"]]
-        # ranks copy their parts of a page at the same time
+        # divided by the count of ranks, which copy their parts of a page at the same time
         copy = max(measured) / self.ranks if measured else None
         self.choice = LoadChoice(always, copy)
-        # block -> key of its page, for each group
+        # for each KV group: cached block -> key of its page
         self.named: list[dict[int, Named]] = [{} for _ in self.page_bytes]
-        self.backlog: dict[tuple[int, int], None] = {}  # blocks for eager tiers, in order
-        self.rows: list[tuple[int, ...]] = []  # rows of ``Delta.store`` since the last delta
+        # (group, block) of blocks that eager tiers have still to store, in this order
+        self.backlog: dict[tuple[int, int], None] = {}
+        self.rows: list[tuple[int, ...]] = []  # rows of ``Delta.store`` for the next delta
         self.fills: list[tuple[int, int, int]] = []  # of ``Delta.fill``, likewise
-        self.gets: list[list[Any]] = []  # requests to load pages, for the next call
+        self.gets: list[list[Any]] = []  # pages to load with the next call of the workers
         self.storing: dict[int, Stored] = {}
-        self.loading: dict[int, Staged] = {}  # ticket -> page, until all ranks have ended its load
-        self.staged: dict[bytes, Staged] = {}  # key -> page, while sequences use the page
-        self.waits: dict[Seq, PageLoad] = {}  # sequences outside the queue
+        # id of a load -> page, until all ranks have ended the load
+        self.loading: dict[int, Staged] = {}
+        self.staged: dict[bytes, Staged] = {}  # key -> page that sequences still use
+        self.waits: dict[Seq, PageLoad] = {}  # sequences that wait for pages, outside of the queue
         self.staged_bytes = 0
         self.next_ticket = 0
         self.polled = 0.0
+        self._attach(cache)
+
+    def _attach(self, cache: TieredCache) -> None:
+        """Add the tiers to the cache, and their methods to the callbacks of its block pools and checkpoints."""
         cache.tiers = self
         for g, pool in enumerate(cache.pools):
             pool.evicted = lambda block, g=g: self.evicting(g, block)
@@ -135,13 +143,14 @@ class Tiers:
     # ---- keys --------------------------------------------------------------------------------------------------------
 
     def root(self, salt: Salt) -> bytes:
-        """Return the digest that a chain of keys begins with."""
+        """Return the digest from which the keys of all prompts with this salt are derived."""
         return blake2b(self.identity + repr(salt).encode(), digest_size=KEY_BYTES).digest()
 
     def keys_of(
         self, tokens: np.ndarray, salt: Salt, keys: list[bytes], blocks: int
     ) -> list[bytes]:
-        """Extend ``keys``, the digests of the first blocks of ``tokens``, to ``blocks`` blocks, and return it."""
+        """Append the digests of further blocks of ``tokens`` to ``keys``, up to ``blocks`` blocks, and return ``keys``.
+        It begins with the digests of the first blocks."""
         if len(keys) < blocks:
             digest = keys[-1] if keys else self.root(salt)
             raw = np.ascontiguousarray(tokens, np.int32).tobytes()
@@ -154,18 +163,16 @@ class Tiers:
 
     @staticmethod
     def page_key(digest: bytes, group: int) -> bytes:
-        """Return the key of the page of a KV group at the end of a chain."""
+        """Return the key of the page of one KV group for a block, whose digest is ``digest``."""
         return digest[:-1] + bytes([group])
 
     # ---- to the tiers ------------------------------------------------------------------------------------------------
 
     def published(self, slot: int, first: int, last: int) -> None:
-        """Store the page keys of the blocks ``first`` to ``last`` - 1 of the row in ``slot``, which
-        the prefix cache now has.
+        """Compute the keys under which tiers store the blocks ``first`` to ``last`` - 1 of a row, which have just
+        entered the prefix cache.
 
-        A tier stores a block under its key when the block is evicted, or soon after this call if
-        the tier is eager.
-        """
+        A tier stores a block when the block is evicted, or an eager tier soon after this call."""
         s = self.cache.slots
         seq = self.cache.slots.at(slot)
         request = seq.request
@@ -181,7 +188,8 @@ class Tiers:
                     self._name(g, block, Named(key, i, tenant, session, kind))
 
     def checkpointed(self, block: int, index: int) -> None:
-        """Note the key of a copy of the recurrent states at the end of a cached block."""
+        """Compute the key under which tiers store the copy ``index`` of the recurrent states at the end of a cached
+        block."""
         behind = self.named[0].get(block)
         if behind is not None:
             key = self.page_key(behind.key, self.states)
@@ -193,14 +201,14 @@ class Tiers:
             self.backlog[group, block] = None
 
     def evicting(self, group: int, block: int) -> None:
-        """Store a block, or a copy of states, that the device is about to give to another row."""
+        """Order that a block, or a copy of recurrent states, is stored, because the device is about to overwrite it."""
         named = self.named[group].get(block)
         if named is not None:
             self._order(group, block, named, evicted=True)
             self.backlog.pop((group, block), None)
 
     def forget(self, group: int, block: int) -> None:
-        """Forget a block that is no longer cached."""
+        """Remove the key of a block that is no longer in the prefix cache."""
         self.named[group].pop(block, None)
         self.backlog.pop((group, block), None)
 
@@ -214,13 +222,14 @@ class Tiers:
         self.forget(group, block)
 
     def _order(self, group: int, block: int, named: Named, evicted: bool) -> None:
-        """Order a block to be stored in each tier that lacks it."""
+        """Order that a block is stored in each tier that does not have it."""
         for i, tier in enumerate(self.tiers):
             if named.key not in tier.size and (evicted or tier.eager):
                 tier.skipped += not self.order(i, group, block, named)
 
     def order(self, tier: int, group: int, block: int, named: Named) -> bool:
-        """Order a block to be stored in a tier that lacks it.  Return False if the queue or the tier is full."""
+        """Order that one tier stores a block.  Return False if too many bytes are being stored, or if the tier has no
+        room."""
         size = self.page_bytes[group]
         cost = float((named.depth + 1) * self.cache.block)
         index = self.tiers[tier]
@@ -235,7 +244,7 @@ class Tiers:
         return True
 
     def _drain(self) -> None:
-        """Request stores of blocks of the backlog while the queues have room for their pages.  Others wait."""
+        """Order that blocks of the backlog are stored, as long as eager tiers can take more pages."""
         while self.backlog:
             group, block = next(iter(self.backlog))
             named = self.named[group][block]
@@ -247,7 +256,7 @@ class Tiers:
             self._order(group, block, named, evicted=False)
 
     def new_ticket(self) -> int:
-        """Return a number that is never used again."""
+        """Return a new id for a load or a store."""
         self.next_ticket += 1
         return self.next_ticket
 
@@ -269,11 +278,10 @@ class Tiers:
         return found
 
     def _drops(self) -> list[tuple[int, ...]]:
-        """Return the rows of ``Delta.store`` that remove evicted pages.
+        """Return the rows of ``Delta.store`` that remove evicted pages from the storage.
 
-        They precede all orders of the same delta, which use the room.  A page that is evicted and ordered again is
-        removed first.
-        """
+        They precede all other rows of the delta, because new pages use the freed room.  A page that was evicted and is
+        stored again is first removed."""
         rows: list[tuple[int, ...]] = []
         for i, tier in enumerate(self.tiers):
             rows += [(i, DROP, 0, 0, *halves(key)) for key in tier.dropped]
@@ -283,10 +291,9 @@ class Tiers:
     # ---- back to the device ------------------------------------------------------------------------------------------
 
     def begin(self, seq: Seq) -> bool:
-        """Request the loads of pages that extend the prefix hit of a sequence without a slot.
+        """Start loading the pages that extend the prefix hit of a waiting sequence, if that saves time.
 
-        Return True if the sequence must wait for them.
-        """
+        Return True if the sequence must wait for them."""
         cache = self.cache
         request = seq.request
         usable = (most_cached(seq, seq.known) - 1) // cache.block
@@ -323,7 +330,8 @@ class Tiers:
     def _bytes(
         self, wanted: Mapping[tuple[int, int], tuple[int, bytes]], ahead: bool = False
     ) -> dict[int, int]:
-        """Return the bytes of pages by tier; ``ahead`` adds the bytes of the loads of earlier requests."""
+        """Return how many bytes the pages ``wanted`` have in each tier.  ``ahead`` adds the bytes that earlier requests
+        load from these tiers."""
         sizes: dict[int, int] = {}
         for (g, _), (tier, _) in wanted.items():
             sizes[tier] = sizes.get(tier, 0) + self.page_bytes[g]
@@ -339,7 +347,8 @@ class Tiers:
     def _wanted(
         self, keys: Sequence[bytes], n: int, usable: int
     ) -> dict[tuple[int, int], tuple[int, bytes]]:
-        """Return the pages to load after ``n`` cached blocks, each with the index of its tier."""
+        """Return the pages in tiers that follow the first ``n`` cached blocks of a prompt, each with the index of its
+        tier and its key."""
         found: dict[tuple[int, int], tuple[int, bytes]] = {}
         end = n
         while end < usable and self._find(found, keys, 0, end):
@@ -362,7 +371,8 @@ class Tiers:
         return pages if self.states < 0 else [*pages, (self.states, m - 1)]
 
     def _find(self, found: dict, keys: Sequence[bytes], group: int, i: int) -> bool:
-        """Look for a page in the tiers, the nearest first, and note it in ``found``.  Return False if none has it."""
+        """Look for the page of block ``i`` in the tiers, the fastest first, and add it to ``found``.  Return False if
+        no tier has it."""
         if (group, i) in found:
             return True
         key = self.page_key(keys[i], group)
@@ -373,7 +383,7 @@ class Tiers:
         return False
 
     def _start(self, load: PageLoad) -> None:
-        """Request the loads of a sequence, if there is room for them."""
+        """Order the loads of a waiting sequence, if there is host memory for their pages."""
         sizes = [
             self.page_bytes[g] for (g, _), (_, key) in load.wanted.items() if key not in self.staged
         ]
@@ -390,11 +400,8 @@ class Tiers:
             load.pages[g, i] = page
 
     def take(self, seq: Seq, n: int) -> tuple[int, dict[tuple[int, int], int]]:
-        """Return (m, tickets by (group, block)): the loaded pages that extend the hit of a sequence from ``n`` to ``m``
-        blocks.
-
-        The sequence no longer uses any of its pages afterwards.
-        """
+        """Return (m, ids of loads by (group, block)): the loaded pages that extend the prefix hit of a sequence from
+        ``n`` to ``m`` blocks."""
         load = seq.load
         chosen = {}
         m = n
@@ -411,20 +418,21 @@ class Tiers:
         return m, chosen
 
     def fill(self, group: int, block: int, ticket: int) -> None:
-        """Write a staged page to a block, or to an index of recurrent states, with the next delta."""
+        """Order that the next delta writes a loaded page to a block, or to an index of recurrent states."""
         self.fills.append((group, block, ticket))
 
     def cancel(self, group: int, blocks: np.ndarray) -> None:
-        """Remove the writes to these blocks that were not sent to the device."""
+        """Remove the orders to write to these blocks that were not sent to the device."""
         if self.fills:
             self.fills = [f for f in self.fills if f[0] != group or f[1] not in blocks]
 
     def state_of(self, slot: int) -> int | None:
-        """Return the ticket of the states that the next delta writes to a slot; None without any."""
+        """Return the id of the loaded page of recurrent states that the next delta writes to a slot; None
+        without one."""
         return next((t for g, index, t in self.fills if (g, index) == (self.states, slot)), None)
 
     def leave(self, seq: Seq) -> None:
-        """End the use of loaded pages by a sequence that was admitted, or has ended."""
+        """Record that a sequence does not use its loaded pages any longer, because it was admitted or has ended."""
         load = seq.load
         seq.load = None
         self.waits.pop(seq, None)
@@ -444,7 +452,8 @@ class Tiers:
             self.fills.append((RELEASE, 0, page.ticket))
 
     def report(self, event: str, seq: Seq, turn: SessionTurn) -> None:
-        """Report to the evictors of the tiers that a sequence of a session ``began`` or ``ended``."""
+        """Call the method ``event`` of the tiers' evictor plug-ins, because a sequence of a session was admitted
+        ("began") or ends ("ended")."""
         groups = range(len(self.page_bytes))
         pages = [self.page_key(key, g) for key in seq.page_keys for g in groups]
         for tier in self.tiers:
@@ -455,14 +464,14 @@ class Tiers:
 
     @property
     def active(self) -> bool:
-        """Return True while a page is in transfer, or a sequence waits for one."""
+        """Return True while a page is being copied, or a sequence waits for one."""
         return bool(self.waits or self.storing or self.loading or self.backlog)
 
     def turn(self, call: Callable[..., Any], idle: bool) -> list[Seq]:
-        """Send requests for pages to the workers, record results, and return the sequences that need not wait.
+        """Send the orders for pages to the worker processes, process their reports, and return the sequences that do
+        not have to wait any longer.
 
-        ``idle`` means that no step is in flight, so that blocks may be read and written immediately.
-        """
+        ``idle`` means that no step is in flight, so that blocks may be read and written immediately."""
         args: dict[str, Any] = {}
         if self.gets:
             args["get"] = self.gets
@@ -473,7 +482,8 @@ class Tiers:
         changes = self.changes(idle=True) if idle else {}
         for name, rows in changes.items():
             args[name] = rows.tolist()
-        # While no row runs, a step that waits on the device for the copies of its row delays no other row.
+        # While no row runs, a row may start before the copies of its pages have ended, because a
+        # step that waits for them on the device delays no other row.
         begun = idle and bool(self.waits) and not len(self.cache.slots.running)
         if begun:
             args["begun"] = True
@@ -486,7 +496,8 @@ class Tiers:
         return self._ready(begun) if self.waits else []
 
     def _note(self, number: int, rank: Mapping[str, Any]) -> None:
-        """Count the results of one rank, which has this number."""
+        """Process the report of one rank (worker process): the loads and stores that have ended, errors, and pages that
+        other engines stored."""
         for ticket, ok, size, microseconds in rank["done"]:
             if ticket in self.prefixes.marking:
                 self.prefixes.marked(ticket, bool(ok))
@@ -503,7 +514,8 @@ class Tiers:
         self.choice.written(number, size * self.ranks, microseconds / 1e6)
 
     def _news(self, tier: int, key: str, part: int) -> None:
-        """Index a page that another process has stored, once all ranks have found their parts."""
+        """Add a page that another engine has stored to the index of a tier, once all ranks have found their parts of
+        it."""
         ranks, size = self.found.pop((tier, key), (0, 0))
         ranks = ranks + 1
         size = size + part
@@ -531,7 +543,7 @@ class Tiers:
             tier.arrived(order.key)
             tier.stores += 1
             return
-        tier.arrived(order.key)  # the page becomes evictable before its order is removed
+        tier.arrived(order.key)  # first marked as stored, because only stored pages can be removed
         tier.remove(order.key)
         tier.dropped.append(order.key)
         tier.skipped += 1
@@ -549,7 +561,7 @@ class Tiers:
         tier.load_seconds += page.seconds
         if page.failed:
             tier.lost += 1
-            if page.key in tier.stored:  # other pages were evicted, and may be stored again
+            if page.key in tier.stored:  # removed from the index, so that it can be stored again
                 tier.remove(page.key)
                 tier.dropped.append(page.key)
         else:
@@ -560,12 +572,14 @@ class Tiers:
             tier.late += 1
             self._release(page)
         if page.failed and self.ranks > 1:
-            self.fills.append((RELEASE, 0, page.ticket))  # another rank may have staged its part
+            # frees the part that another rank has loaded
+            self.fills.append((RELEASE, 0, page.ticket))
 
     def _ready(self, begun: bool) -> list[Seq]:
-        """Return the waiting sequences whose loads or time limits have ended.
+        """Return the waiting sequences whose pages are loaded, or that have waited too long.
 
-        ``begun`` means that copies of loads may still run.  Their expected time counts as a wait."""
+        ``begun`` means that pages may still be copied to the device.  The expected time of these copies counts as
+        waiting time."""
         found = []
         now = self.now()
         for seq, load in self.waits.items():
@@ -588,7 +602,8 @@ class Tiers:
         return not len(self.cache.slots.running) and len(self.waits) <= 1
 
     def flush(self, call: Callable[..., Any], sleep: Callable[[float], None]) -> None:
-        """Store the blocks that eager tiers lack, and wait for up to FLUSH seconds.  No step is in flight."""
+        """Order that eager tiers store all blocks that they lack, and wait for it up to FLUSH seconds.  No step is in
+        flight."""
         for _ in range(int(FLUSH / POLL)):
             self.turn(call, idle=True)
             if not self.storing and not self.backlog:
@@ -606,7 +621,7 @@ class Tiers:
         for page in (*self.staged.values(), *self.loading.values()):
             page.void = True
         for load in self.waits.values():
-            load.wanted = {}  # a load that had no room yet does not wait for pages any more
+            load.wanted = {}  # a load that has not started yet is given up
             if not load.pages:
                 load.patience = -1.0
         self.backlog.clear()
@@ -644,11 +659,11 @@ class Tiers:
             assert tier.queued == queued, f"tier {tier.name}: the bytes of its queue"
 
     def _check_keys(self) -> None:
-        """Compare the keys of cached blocks of all rows with the tokens of the rows."""
+        """Compare the keys of the cached blocks of all running rows with the tokens of the rows."""
         s = self.cache.slots
         for slot in s.running.tolist():
             if s.dropped[:, slot].any():
-                continue  # the blocks hold only the tokens that a compression has kept
+                continue  # its blocks do not hold all of its tokens any more
             n = int(s.prefix_published[slot])
             salt = s.at(slot).request.salt
             tokens = s.tokens[slot, : n * s.block]

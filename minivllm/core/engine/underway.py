@@ -24,36 +24,37 @@ if TYPE_CHECKING:
     from .request import Seq
     from .slots import Slots
 
-LEAST_TOKENS = 256  # least number of shared tokens for which a new request waits
-# number of waiting requests that a plan skips for this reason; further ones are not looked up
+LEAST_TOKENS = 256  # a new request waits only for a common prefix of so many tokens
+# A plan passes over so many waiting requests at most; later ones are not considered.
 MOST_PASSED = 64
 
 
 class Computing(NamedTuple):
-    """A running row that computes its prompt."""
+    """A running row that is computing a long prompt."""
 
-    serial: int  # serial number of the row's slot when the row entered it
-    blocks: int  # number of full blocks of the tokens that were known when the row entered
-    published: int  # blocks in the prefix cache when the key was stored
-    key: int  # key of the first block that is not in the prefix cache
+    serial: int  # serial number of the row's stay in its slot
+    blocks: int  # count of full blocks of the row's tokens when it entered the slot
+    published: int  # count of its blocks that were in the prefix cache when ``key`` was set
+    key: int  # key of its first block that is not in the prefix cache yet
 
 
 class Underway:
-    """The rows that compute prompts of at least ``LEAST_TOKENS`` tokens, by the key of their first unpublished
-    block."""
+    """The running rows that compute prompts of at least ``LEAST_TOKENS`` tokens, by the key of their first block that
+    is not in the prefix cache yet."""
 
     def __init__(self, cache: KVCache, slots: Slots) -> None:
         self.cache = cache
         self.slots = slots
         self.rows: dict[int, Computing] = {}
         self.of_key: dict[int, int] = {}  # key -> slot
-        # Models with recurrent states hit at checkpoints, which need not be at the end of a common prefix.
+        # not used for models with recurrent states, whose prefix hits need not end where a common
+        # prefix does
         self.usable = cache.prefix and cache.checkpoints is None
-        self.waits = 0  # number of times that a new request was skipped
-        self.delayed: list[Seq] = []  # the requests that the last plan skipped
+        self.waits = 0  # count of the times that a plan passed over a new request
+        self.delayed: list[Seq] = []  # requests that the last plan passed over
 
     def enter(self, slot: int) -> None:
-        """Note a row that has just entered, if its prompt is long enough."""
+        """Add a row that has just entered a slot, if its prompt is long enough."""
         blocks = int(self.slots.known[slot]) // self.cache.block
         published = int(self.slots.prefix_published[slot])
         self._remove(slot)
@@ -61,10 +62,9 @@ class Underway:
             self._store(slot, blocks, published)
 
     def refresh(self) -> None:
-        """Remove rows whose prompt is published, and update the keys of the other rows.
+        """Remove rows whose prompts have entered the prefix cache, and update the keys of the other rows.
 
-        Call it before ``delays``.
-        """
+        Call it before ``delays``."""
         s = self.slots
         for slot, row in list(self.rows.items()):
             published = int(s.prefix_published[slot])
@@ -75,9 +75,9 @@ class Underway:
                 self._store(slot, row.blocks, published)
 
     def delays(self, seq: Seq, planned: Container[int]) -> bool:
-        """Return whether a waiting sequence should wait for the prefix that a running row computes.
+        """Return whether a waiting sequence should wait, because a running row computes a prefix that both have.
 
-        ``planned`` holds the slots of prompt chunks in the plan that is being made."""
+        ``planned`` has the slots of the rows that compute prompt chunks in the step that is being planned."""
         if not self.rows or seq.request.beams is not None:
             return False
         size = self.cache.block
@@ -90,7 +90,7 @@ class Underway:
         if slot is None or self.rows[slot].blocks < least:
             return False
         if slot not in planned and s.step[slot] <= s.published:
-            return False  # the row itself waits for blocks
+            return False  # the running row lacks blocks, and does not go on in this step
         if self._keys(seq, least) != self._keys(s.at(slot), least):
             return False
         self.waits += 1

@@ -19,18 +19,17 @@ if TYPE_CHECKING:
 
     from .request import Seq
 
-    # (key, unique id, sequence, row of the policy's view)
+    # An entry: (key, unique id, sequence, its row of numbers for the policy).
     Entry = tuple[float, int, Seq, bytes]
 
-FRONT = 512  # entries of a front above which its later half is moved to the back
+FRONT = 512  # when ``front`` has more entries than this, its second half moves to ``back``
 
 
 class _Lane:
-    """The sorted entries of one lane.
+    """The waiting sequences of one lane, sorted by the policy's key.
 
-    Invariants: no entry of ``back`` precedes one of ``front``.  All entries of ``front`` wait, and all of ``back``
-    except ``gone`` entries.  A lane without a waiting entry is removed from the queue.
-    """
+    Invariants: no entry of ``back`` precedes one of ``front``.  All entries of ``front`` wait; ``back`` also has
+    ``gone`` entries that do not wait any more.  A lane without a waiting entry is removed from the queue."""
 
     __slots__ = ("back", "front", "gone")
 
@@ -64,7 +63,7 @@ class _Lane:
         if at < len(self.front) and self.front[at][2] is seq:
             del self.front[at]
             return
-        self.gone += 1  # the entry in ``back`` is skipped later
+        self.gone += 1  # its entry in ``back`` is ignored when it is reached
         if self.gone > len(self.back) // 2 + 32:
             self.back = [e for e in self.back if e[2].queued]
             heapq.heapify(self.back)
@@ -75,10 +74,12 @@ class _Lane:
 
 
 class WaitingQueue:
-    """Queue of the waiting sequences in lanes.  ``len`` counts them; iteration yields them in no fixed order."""
+    """The queue of waiting sequences, in lanes (one for each owner, or as the policy divides them).  ``len`` counts
+    them; iteration yields them in no fixed order."""
 
     def __init__(self) -> None:
-        self.lanes: dict[int, _Lane] = {}  # lanes by number, the lane served longest ago first
+        # lane number -> lane; the one from which a sequence was admitted longest ago is first
+        self.lanes: dict[int, _Lane] = {}
         self.n = 0
 
     def push(self, seq: Seq, key: float, lane: int = 0, row: bytes = b"") -> None:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 VERB = "weights"
-RECOMPUTE, KEEP = "recompute", "keep"  # handling of the keys and values of running requests
+# whether the KV of running requests is computed again or kept after an update
+RECOMPUTE, KEEP = "recompute", "keep"
 LEVELS = (1, 2)
 
 
@@ -50,7 +51,8 @@ class ChangingEngine(Protocol):
 
 
 class Weights:
-    """The weights of an engine.  ``version`` counts the updates.  ``level`` is the level of sleep, 0 while awake.
+    """Changes the weights of a running engine.  ``version`` counts the updates.  ``level`` is the level of sleep, 0
+    while awake.
 
     Its methods may not be called while the engine runs another method."""
 
@@ -58,9 +60,9 @@ class Weights:
         self.engine = engine
         self.version = 0
         self.level = 0
-        self.tag = ""  # random tag of the last update; "" for the weights from the start
+        self.tag = ""  # random text of the last update, part of salts; "" before the first one
         self.paused = False
-        # whether ``sleep`` dropped the weights and no update has replaced them
+        # whether ``sleep`` dropped the weights, and no update has replaced them since
         self.dropped = False
 
     @property
@@ -74,19 +76,20 @@ class Weights:
 
     @property
     def held(self) -> bool:
-        """Return whether no step may run."""
+        """Return whether the engine may not run steps, because it is paused or asleep."""
         return self.paused or self.level > 0
 
     def salted(self, salt: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the salt of a request for prefixes that the current weights have computed."""
+        """Return a salt with which a request only shares cached prefixes that the current weights have computed."""
         return (*salt, "weights", self.tag) if self.tag else salt
 
     def stats(self) -> dict[str, Any]:
-        """Return the version and the state."""
+        """Return the version of the weights, and whether the engine is paused or asleep."""
         return {"version": self.version, "paused": self.paused, "sleep_level": self.level}
 
     def refuse_held(self) -> None:
-        """Raise RequestError if no step may run, for callers that would wait for themselves."""
+        """Raise RequestError if the engine is paused or asleep.  It is called before waiting for results on the thread
+        that would have to resume the engine."""
         if self.level:
             raise RequestError("the engine sleeps, and runs no request: call wake() first")
         if self.paused:
@@ -96,7 +99,8 @@ class Weights:
 
     @alone
     def pause(self, keep_requests: bool = True) -> None:
-        """Start no steps until ``resume``.  Requests wait if ``keep_requests``, else they end with "abort"."""
+        """Run no further steps until ``resume``.  Requests wait if ``keep_requests``, otherwise they end with the
+        reason "abort"."""
         self._settle()
         self.paused = True
         if not keep_requests:
@@ -107,7 +111,7 @@ class Weights:
 
     @alone
     def resume(self) -> None:
-        """Continue after ``pause``.  RequestError while the engine sleeps."""
+        """Run steps again after ``pause``.  RequestError while the engine sleeps."""
         if self.level:
             raise RequestError("the engine sleeps: call wake() first; a pause continues after it")
         self.paused = False
@@ -149,8 +153,8 @@ class Weights:
         answers = self._answers("check", **source, partial=partial, finite=finite)
         self._refuse(errors_of(answers))
         if kv == RECOMPUTE and not self.level and any(answer["overwrites"] for answer in answers):
-            # Tiers read their blocks before the write, because new weights may temporarily use the memory of the KV
-            # cache.
+            # The tiers must read the blocks to store before, because new weights may temporarily
+            # use the memory of the KV cache.
             self._leave_slots()
             self.engine.drop_prefixes(keep_tiers=True)
         errors = self._call("write", keep=kv == KEEP)
@@ -182,16 +186,17 @@ class Weights:
         raise RequestError(f"the weights were not updated, and {kept}: {error}", "weights")
 
     def _refuse(self, errors: list[str]) -> None:
-        """Raise RequestError for the first error of the ranks."""
+        """Raise RequestError with the first of ``errors``, if there is one."""
         if errors:
             raise RequestError(errors[0], "weights")
 
     def _call(self, do: str, **args: Any) -> list[str]:
-        """Run an operation on all ranks, and return their errors.  RequestError if the executor has no such verb."""
+        """Run an operation on the weights in all ranks (worker processes), and return their errors.  RequestError if
+        the executor does not change weights."""
         return errors_of(self._answers(do, **args))
 
     def _answers(self, do: str, **args: Any) -> list[Mapping[str, Any]]:
-        """Run an operation on all ranks, and return their answers."""
+        """Run an operation on the weights in all ranks (worker processes), and return their answers."""
         executor = self.engine.executor
         try:
             answers: list[Mapping[str, Any]] = executor.call(VERB, {"do": do, **args})
@@ -206,10 +211,9 @@ class Weights:
             raise
 
     def _renew(self, keep: bool) -> None:
-        """Drop keys and values of the old weights.
+        """Remove the keys and values that the old weights have computed.
 
-        With ``keep`` the KV of running rows stays, otherwise the rows are computed again.
-        """
+        With ``keep`` those of running rows stay; otherwise the running rows are computed again."""
         engine = self.engine
         if not keep:
             self._leave_slots()
@@ -227,13 +231,14 @@ class Weights:
         engine.drop_prefixes()
 
     def _rename(self, seq: Seq, request: Request) -> None:
-        """Set the prefix keys of a sequence without a slot for the current weights."""
+        """Give a waiting sequence a salt for the current weights, and clear its block keys, which are computed from the
+        salt."""
         request.salt = self.salted(salt_of(request, self.engine.wiring))
         seq.keys.clear()
         seq.page_keys.clear()
 
     def _note(self, seq: Seq) -> None:
-        """Note the first token of a sequence that the current weights draw."""
+        """Record from which output token on the current weights draw the tokens of a sequence."""
         slots = self.engine.slots
         known = int(slots.known[seq.slot]) if seq.slot >= 0 else seq.known
         first = max(0, known - len(seq.request.prompt))
@@ -248,7 +253,7 @@ class Weights:
             planner.preempt(int(slots.running[0]))
 
     def _settle(self) -> None:
-        """Collect the steps in flight.  EngineDeadError if the engine has ended."""
+        """Wait for the steps in flight and process their results.  EngineDeadError if the engine has ended."""
         if self.engine.dead:
             raise EngineDeadError(self.engine.dead)
         self.engine.collect_all()
@@ -282,10 +287,10 @@ class Weights:
 
     @alone
     def wake(self) -> None:
-        """Allocate the memory again, and continue, except in a pause.
+        """Allocate the memory of a sleeping engine again, and run steps again unless the engine is paused.
 
-        Weights that were dropped and not updated since then are read from the files of the model.  RequestError leaves
-        the engine asleep."""
+        If the weights were dropped and not updated since, they are read from the files of the model.  RequestError
+        leaves the engine asleep."""
         if not self.level:
             raise RequestError("the engine does not sleep")
         if self.engine.dead:
@@ -303,11 +308,11 @@ class Weights:
             self._renew(keep=False)
 
     def _count(self) -> None:
-        """Count a change of the weights."""
+        """Count a change of the weights, and choose a new random tag for salts."""
         self.version += 1
         self.tag = secrets.token_hex(8)
 
 
 def errors_of(answers: list[Mapping[str, Any]]) -> list[str]:
-    """Return the errors of the ranks that failed."""
+    """Return the error messages in the answers of the ranks, without None."""
     return [answer["error"] for answer in answers if answer["error"] is not None]
