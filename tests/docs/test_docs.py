@@ -141,11 +141,11 @@ def test_blocks_beside_the_pages_run_or_parse(name, here):
     Page(path).run()
 
 
-def test_the_stories_of_the_readme_are_what_the_model_tells(here):
+def test_each_story_of_the_readme_is_what_the_model_tells(here):
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     quotes = re.findall(r"^> \*(.+?)\* ((?:.*\n)(?:> .*\n)*)", page, re.M)
     flags = re.search(r"`minivllm generate --chat \"\.\.\.\" (.*)`", page)[1].split()
-    assert len(quotes) == 3
+    assert quotes
     for prompt, story in quotes:
         with both() as out:
             assert main(["generate", "--chat", prompt, *flags, "--max-tokens", "400"]) == 0
@@ -228,7 +228,7 @@ def options_table() -> list[str]:
         if name in SEAMS:
             default, meaning = default.name, "plug-in of the seam"
         elif name in LISTS:
-            default, meaning = [choice.name for choice in default], "plug-ins, in order"
+            default, meaning = [choice.name for choice in default], "names of plug-ins, in the order in which they act"
         rows.append(f"| `{name}` | {values_of(name, field)} | `{default}` | {meaning} |")
     return rows
 

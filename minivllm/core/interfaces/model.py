@@ -269,7 +269,7 @@ class Conversion(Protocol):
     """Converts the tensors of a checkpoint into the tensors that the rules expect, where the two differ."""
 
     def name(self, source: str) -> str | None:
-        """Return the name in the rules of a checkpoint's tensor.
+        """Return the name that the loading rules have for a tensor of a checkpoint.
 
         None means that the tensor is not needed, or that it is combined with others into a tensor of another name.
         """
