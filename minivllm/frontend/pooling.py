@@ -115,7 +115,7 @@ def _read(folder: Path, modules: Any) -> str:
         if kind == "Pooling":
             path = str(module.get("path"))
     if path is None:
-        raise ModelError(f"{MODULES} has no Pooling module")
+        raise ModelError(f"{MODULES} has no module of the type Pooling")
     config = Path(os.path.normpath(folder / path / CONFIG))
     if not config.is_relative_to(os.path.normpath(folder)) or not config.is_file():
         raise ModelError(f"{MODULES} names {brief(path)}/{CONFIG}, which is missing")

@@ -20,7 +20,8 @@ class FairSlots:
     def __init__(self, slots: range) -> None:
         self._free = list(reversed(slots))
         self._busy: set[str] = set()
-        self._waiting: dict[str, deque[asyncio.Future[int]]] = {}  # the owner that was served longest ago is first
+        # owner -> futures of its waiting jobs; the owner that was served longest ago is first
+        self._waiting: dict[str, deque[asyncio.Future[int]]] = {}
 
     def __len__(self) -> int:
         """Return the number of waiting jobs."""

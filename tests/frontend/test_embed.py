@@ -189,7 +189,7 @@ def test_wrong_prompts_are_refused_and_nothing_runs(pocket):
         ("ok", None, ("", "which is missing")),
         ("dense", {"pooling_mode_mean_tokens": True}, ("", "a module Dense")),
         ("outside", {"pooling_mode_mean_tokens": True}, ("", "which is missing")),
-        ("none", None, ("", "no Pooling module")),
+        ("none", None, ("", "no module of the type Pooling")),
     ],
 )
 def test_the_pooling_of_a_checkpoint(tmp_path, modules, config, expected):

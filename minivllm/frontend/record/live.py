@@ -9,7 +9,7 @@ includes
     (but not names that functions of the module change; ``values`` handles these)
 
 ``missing`` names the sources and values that cannot be found: a prompt whose lines are not kept, ``exec``, an object
-without a plain value.  A record with missing parts is never equal to another record.
+without a plain value.  A record with missing sources or values is never equal to another record.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ def look_again(parts: Iterable[JsonObject]) -> None:
 
 
 def verdict(a: JsonObject | None, b: JsonObject | None, first: bool) -> str:
-    """Compare a value in two records of the same source.  None stands for the value that the file gives.
+    """Return "same", "other", "unknown" or "ignored" for a value in two records of the same source.  None stands for
+    the value that the file gives.
 
     ``first`` means that both records are of the first engine of their process before any request.  Then only the start
     of the engine can have changed the value.

@@ -49,7 +49,7 @@ class RequestJoules:
     or could not be read."""
 
     measured: float = 0.0
-    weight: float = 0.0  # seconds of steps since the counter last changed
+    weight: float = 0.0  # weighted seconds of steps since the counter last changed
     lost: bool = False
 
     @property

@@ -37,7 +37,7 @@ class RequestView:
     id: str
     sequences: tuple[int, ...]  # numbers of the request's branches
     prompt: np.ndarray  # i32 [n]
-    params: Mapping[str, Any]  # the fields of SamplingParams
+    params: Mapping[str, Any]  # all sampling parameters of the request by name
     arrival: float
 
 

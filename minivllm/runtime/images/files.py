@@ -104,7 +104,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 def make(hello: bytes) -> Work:
     """Return the function that decodes a file, after Pillow has loaded its readers."""
-    os.environ["PILLOW_BLOCKS_MAX"] = BLOCKS  # Pillow reads it when it is imported
+    os.environ["PILLOW_BLOCKS_MAX"] = BLOCKS  # Pillow reads this variable when it is imported
     prepare(lambda: pillow().init(), confined.WARM * confined.SECONDS, confined.WARM * confined.MEGABYTES)
 
     def work(job: dict[str, Any], parts: list[bytes]) -> list[bytes]:

@@ -140,7 +140,7 @@ class Embeddings(PooledTexts):
         self.options = EmbedFields.of(body, normalize=normalize, dimensions=body.dimensions)
 
     def results(self, answer: Embedded) -> Iterator[Any]:
-        """Yield an object for each embedding."""
+        """Yield the JSON object of each embedding."""
         as_text = self.body.encoding_format == BASE64
         for index, vector in enumerate(answer.vectors):
             values = encoded(vector) if as_text else vector.tolist()
@@ -180,7 +180,7 @@ class ScoredTexts(PooledTexts):
         return [places[index] for index in range(len(self.prompts))]
 
     def results(self, answer: Embedded) -> Iterator[JsonObject]:
-        """Yield an object for each pair."""
+        """Yield the JSON object with the similarity of each pair of texts."""
         pairs = len(self.index) // 2
         for number in range(pairs):
             one = answer.vectors[self.index[number]]
