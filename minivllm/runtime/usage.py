@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "minivllm-usage", 1
 SUMS = ("runs", "requests", "prompt_tokens", "output_tokens", "seconds", "joules")
-MOST, DAYS, LONGEST = 100, 366, 200  # most names of models and of a seam's parts; days; characters of a name
+# largest numbers of names of models and of plug-ins of a seam, of days, and of characters of a name
+MOST, DAYS, LONGEST = 100, 366, 200
 OTHERS = "others"
 EVERY = 300.0  # seconds between writes of a running process
 PATIENCE = 1.0  # seconds that the end of a run waits for the lock

@@ -87,7 +87,7 @@ def names(text: str) -> Iterator[str]:
 
 
 def _is(node: ast.AST, name: str) -> bool:
-    """Return whether a node is ``name`` or ``os.name``."""
+    """Return whether a node is a variable called ``name``, or an attribute ``name`` of a variable such as ``os``."""
     if isinstance(node, ast.Attribute):
         return node.attr == name and isinstance(node.value, ast.Name)
     return isinstance(node, ast.Name) and node.id == name

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 EVERY = 0.05  # seconds between readings while steps run
 LOOK = 0.002  # seconds between readings after the last step
-SETTLE = 0.25  # most seconds to wait for the counter after the last step
+SETTLE = 0.25  # longest time in seconds to wait for the counter after the last step
 log = logging.getLogger("minivllm")
 
 

@@ -203,7 +203,7 @@ class Channel:
         self._pieces: list[bytearray] = []  # pieces of an incomplete message
         self._came: deque[Message] = deque()
         self._ended = False  # whether the other process will not write any more
-        self.patience = math.inf  # most seconds to wait for room in the memory
+        self.patience = math.inf  # longest time in seconds to wait for room in the memory
         self._full = 0.0  # time since which the memory is full
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)

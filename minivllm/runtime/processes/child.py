@@ -21,7 +21,7 @@ from .channel import Channel, ChannelClosed, ChannelStuck, Message, shared_file
 from .rhythm import Rhythm
 
 LAST_WORDS = 16_000  # number of last bytes of standard error that are kept to explain the end of the process
-MOST = 400  # most characters of a line in the explanation
+MOST = 400  # largest number of characters of a line in the explanation
 CRASH = "Fatal Python error"  # first words of the report that faulthandler writes after a crash
 LOOK = 0.5  # seconds between checks that the process is alive, because another process may hold its end of the channel
 PATIENCE = 5.0  # time limit in seconds for the end of a process after its channel has closed

@@ -34,7 +34,7 @@ Work = Callable[[dict[str, Any], list[bytes]], list[bytes]]
 PATIENCE = 120.0  # seconds without an answer, also during the start, after which all workers are replaced
 BY_THE_CLOCK = 10  # wall-clock limit of a job as a multiple of its CPU seconds, for loaded machines
 HEAD = struct.Struct("<QI")  # head of a frame: number of the job, and number of the parts that follow
-PARTS = 16  # most parts of a frame
+PARTS = 16  # largest number of parts of a frame
 LEFT, MEMORY, GARBLED = 3, 4, 5  # exit statuses of a worker: closed socket, MemoryError, malformed frame
 NOBODY = 0  # job number in a frame that is about the worker itself
 

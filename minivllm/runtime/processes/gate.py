@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 NONCE = 32  # size in bytes of a nonce and of a proof
 SIZE = struct.Struct("<I")
-MOST = 1 << 16  # most bytes of the client's JSON
-PATIENCE = 5.0  # most seconds of a greeting
-AT_ONCE = 64  # most concurrent greetings
+MOST = 1 << 16  # largest size in bytes of the client's JSON
+PATIENCE = 5.0  # longest time in seconds of a greeting
+AT_ONCE = 64  # largest number of concurrent greetings
 COMES, LETS_IN = b"minivllm: comes in", b"minivllm: lets in"
 
 

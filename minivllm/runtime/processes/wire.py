@@ -84,7 +84,7 @@ class Wire(Channel):
     def send(self, kind: int, parts: Sequence[bytes | bytearray | memoryview], file: int = -1) -> None:
         """Send a message.  ValueError for a descriptor, ChannelClosed or ChannelStuck as ``Channel.send``."""
         if file >= 0:
-            raise ValueError("a file cannot go to another machine")
+            raise ValueError("a file descriptor cannot be sent to another machine")
         if self._ended:
             raise ChannelClosed("the other process has ended")
         body = b"".join(parts)
@@ -148,7 +148,7 @@ class Wire(Channel):
         return True
 
     def file(self) -> int:
-        raise ChannelClosed("a file cannot come from another machine")
+        raise ChannelClosed("a file descriptor cannot be received from another machine")
 
     def close(self) -> None:
         """Close the connection immediately, even if another process holds this end.  Further calls have no effect."""

@@ -29,7 +29,7 @@ from minivllm.errors import PluginError, ResourceError, describe_error
 if TYPE_CHECKING:
     from minivllm.core.interfaces.grammar import Grammar
 
-START = 60.0  # most seconds for the start of a process, because imports are slow on a busy machine
+START = 60.0  # longest time in seconds for the start of a process, because imports are slow on a busy machine
 STOP = signal.SIGUSR1  # signal that ends the process that compiles a grammar; other processes ignore it
 LEFT = 3  # exit status of a child whose helper receives no more requests
 DRAWS = 4  # number of tokens that are drawn with a new grammar

@@ -19,7 +19,7 @@ from .template import ChatTemplate, UndefinedFieldError, is_template
 log = logging.getLogger("minivllm")
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as in transformers
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-KEPT = 8  # most compiled templates of callers in the cache
+KEPT = 8  # largest number of compiled templates of callers in the cache
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Any
 from minivllm.errors import ModelError, shown
 
 MOST_GROWTH = 100  # largest factor by which a chain of steps may lengthen its input
-MOST_STEPS = 200  # most steps of a chain
-MOST_TOKEN = 2048  # most characters of a token
-MOST_AFFIX = 64  # most characters that are added before or after each word
+MOST_STEPS = 200  # largest number of steps of a chain
+MOST_TOKEN = 2048  # largest number of characters of a token
+MOST_AFFIX = 64  # largest number of characters that are added before or after each word
 AFFIXES = ("prepend", "prefix", "suffix", "replacement", "continuing_subword_prefix", "end_of_word_suffix")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 NESTED = ("normalizers", "pretokenizers", "processors", "decoders")

@@ -15,7 +15,7 @@ from minivllm.errors import ConfigError, RequestError, brief, shown
 from .template_facts import facts_of
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-MOST_REFUSAL = 400  # most characters of a template's error message
+MOST_REFUSAL = 400  # largest number of characters of a template's error message
 
 
 def is_template(text: str) -> bool:
@@ -60,7 +60,7 @@ def chosen_template(own: Mapping[str, str], given: str | None) -> dict[str, str]
         raise ConfigError(f"{exc}; the model's own templates are {', '.join(sorted(own))}") from exc
 
 
-MOST_SOURCE = 1 << 20  # most characters of a template; published templates have some ten thousand at most
+MOST_SOURCE = 1 << 20  # largest number of characters of a template; published templates have some ten thousand at most
 
 
 def compile_template(source: str) -> Any:

@@ -24,10 +24,10 @@ from jinja2.visitor import NodeTransformer
 from minivllm.errors import RequestError
 
 SECONDS = 10.0  # time limit in seconds for one conversation; a published template takes milliseconds
-MOST_TEXT = 1 << 26  # most characters or elements of a value
-MOST_NODES = 1 << 18  # most values inside a list or mapping that becomes text
+MOST_TEXT = 1 << 26  # largest number of characters or elements of a value
+MOST_NODES = 1 << 18  # largest number of values inside a list or mapping that becomes text
 MOST_NUMBER = 100_000  # largest width, indent or count
-MOST_BITS = 1 << 16  # most bits of a whole number
+MOST_BITS = 1 << 16  # largest number of bits of a whole number
 MOST_INDENT = 64  # largest indentation of ``tojson``
 WIDE = re.compile(r"\d{6,}|\*")  # pattern of a long width or precision in a format string
 # filters that do not convert their input to text

@@ -27,8 +27,8 @@ from .template import ChatTemplate, chosen_template
 from .tokenizer_files import read_object, read_templates
 
 NOT_UNICODE = "prompt is not valid Unicode: expected text without lone surrogates"
-MOST_ENDS = 32  # most ids that end an answer, a limit of the device
-MOST_FILLERS = 16  # most cached ``ChatFiller`` objects
+MOST_ENDS = 32  # largest number of ids that end an answer, a limit of the device
+MOST_FILLERS = 16  # largest number of cached ``ChatFiller`` objects
 
 
 def load_tokenizer(

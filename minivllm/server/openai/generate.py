@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 WARNINGS = "X-Warnings"
 SCORES = 512  # largest number of log-probabilities in a chunk of a stream, because a whole answer may arrive together
 TEXT = "\0"  # placeholder for the text of a choice
-NAMED = 8  # most models that an error message names
+NAMED = 8  # largest number of models that an error message names
 
 
 @dataclass

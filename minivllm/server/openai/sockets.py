@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PROTOCOL = "minivllm"  # the subprotocol that the server accepts
 KEY = "key."  # prefix of a subprotocol that carries a key
 WAITING = 64  # largest number of messages in the outgoing queue; requests wait while it is full
-LONGEST_AUTH = 8192  # most characters of the message with the key
+LONGEST_AUTH = 8192  # largest number of characters of the message with the key
 BINARY, BAD_KEY, GOING, SLOW = 1003, 1008, 1012, 1013  # close codes (RFC 6455)
 
 

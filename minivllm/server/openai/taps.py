@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
     from minivllm.core.interfaces.params import SamplingParams
 
-MOST = 16  # most taps of a request
-LARGEST = files.MIB  # most bytes of a file with a vector
-NAMED = 8  # most vectors that an error message names
+MOST = 16  # largest number of taps of a request
+LARGEST = files.MIB  # largest size in bytes of a file with a vector
+NAMED = 8  # largest number of vectors that an error message names
 MOST_READ = 4 << 20  # largest size in bytes of the values of all choices; their JSON is five times as large
 SUFFIX = ".npy"
 KEYS = ("point", "read", "add", "scale")

@@ -30,7 +30,7 @@ from minivllm.server.errors import ApiError, printable
 
 from . import JsonObject
 
-MOST = 128  # most tools of a request
+MOST = 128  # largest number of tools of a request
 COMPACT = {"disable_any_whitespace": True}  # if whitespace is allowed, a small model may generate nothing else
 
 
