@@ -26,41 +26,49 @@ if TYPE_CHECKING:
 
     from .quantizer import ModuleInfo
 
-API = (1, 1)  # 1.1: AdaptedModel.empty, AdapterSource.layout and .read, AdapterMemory.reserve
+# added in 1.1: AdaptedModel.empty, AdapterSource.layout and .read, AdapterMemory.reserve
+API = (1, 1)
 
 
 @dataclass(frozen=True)
 class AdapterContext:
-    """The arguments with which a method is constructed, on the host and in each process of the model."""
+    """The arguments with which a method (a kind of adapters) is constructed, on the host and in each process of the
+    model."""
 
-    places: int  # adapters on the device at the same time
+    places: int  # largest number of adapters on the device at the same time
     max_rank: int  # the option max_lora_rank
 
 
 class AdaptedLayer(NamedTuple):
-    """A linear layer whose output a method may change.  Sizes are those of this process's share."""
+    """A linear layer whose output a method (a kind of adapters) may change.  Sizes are those of the part of the layer
+    in this tensor-parallel process."""
 
     info: ModuleInfo
-    # [out]; it is added to the changed product, after the sum over processes if the inputs are split
+    # The layer's bias [out]. It is added to the changed product, after the sum over processes if
+    # the inputs are split.
     bias: Tensor | None
 
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """The model of a process, as methods see it."""
+    """The model of a tensor-parallel process, as methods (kinds of adapters) see it."""
 
-    layers: Mapping[str, AdaptedLayer]  # by the name of the module, such as "layers.0.attn.qkv"
-    points: Mapping[str, int]  # width of each tap point to which values can be added
+    layers: Mapping[str, AdaptedLayer]  # name of the module, such as "layers.0.attn.qkv" -> layer
+    # tap point (named tensor of the model) to which values can be added -> its width
+    points: Mapping[str, int]
     dtype: torch.dtype  # of activations
     device: torch.device
-    batch_invariant: bool  # the result of a token must not depend on other tokens of the step
-    # zeros(size, dtype): host memory [size], pinned for a GPU; ``empty`` is the same of any content
+    # True: the result of a token may not depend on the other tokens of the step
+    batch_invariant: bool
+    # zeros(size, dtype) and empty(size, dtype) return host memory [size] with zeros or of any
+    # content; it is pinned for a GPU.
     zeros: Callable[[int, torch.dtype], Tensor]
     empty: Callable[[int, torch.dtype], Tensor]
 
 
 class AdapterTarget(Protocol):
-    """The place of a linear layer of the checkpoint in the served model, which may merge and share layers."""
+    """Where a linear layer of the checkpoint is in the served model, which may merge several layers into one and split
+    them over processes."""
 
     @property
     def layer(self) -> str:
@@ -68,7 +76,8 @@ class AdapterTarget(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return the parts of the served layer, in the order of the checkpoint's outputs."""
+        """Return the names of the parts of the served layer (such as q, k and v) that the checkpoint's layer fills, in
+        the order of its outputs."""
 
     @property
     def inputs(self) -> int:
@@ -79,24 +88,26 @@ class AdapterTarget(Protocol):
         """Return the number of outputs of the checkpoint's layer, over all processes."""
 
     def rows(self, values: Tensor) -> list[tuple[str, slice, Tensor]]:
-        """Return the share of this process of values [outputs, ...].
+        """Return the part of ``values`` [outputs, ...] that belongs to this process.
 
-        It has for each part its name, its range in the outputs of the served layer, and its values in their order."""
+        The result has an entry for each part of the served layer: its name, its range in the outputs of the served
+        layer, and its values in that order."""
 
     def columns(self, values: Tensor) -> Tensor:
-        """Return the share of this process of values [..., inputs]."""
+        """Return the part of ``values`` [..., inputs] that belongs to this process."""
 
 
 class TensorCopy(NamedTuple):
-    """The copy of consecutive numbers of a tensor in a file to host memory ``to`` [rows, width] of any float dtype."""
+    """An order to copy consecutive numbers of a tensor in a file to host memory ``to`` [rows, width] of any float
+    dtype."""
 
     name: str
-    first: int  # the first number that is copied, in the order of the file
+    first: int  # index of the first number to copy, in the order of the file
     to: Tensor
 
 
 class AdapterSource(Protocol):
-    """The folder of an adapter while it is read."""
+    """The folder of an adapter, from which a method reads the adapter's tensors."""
 
     @property
     def folder(self) -> str:
@@ -121,19 +132,20 @@ class AdapterSource(Protocol):
         """Return a tensor of the file, on the host."""
 
     def read(self, copies: Sequence[TensorCopy]) -> None:
-        """Copy parts of tensors to host memory.
+        """Copy parts of the file's tensors to host memory, as ``copies`` orders.
 
-        Parts in the dtype of their contiguous ``to`` are read straight from the file, without the interpreter's lock.
-        RequestError for a file that is too short or cannot be read, and for tensors without a float dtype."""
+        A part is read straight from the file if ``to`` is contiguous and has the dtype of the file, without the
+        interpreter's lock.  RequestError for a file that is too short or cannot be read, and for tensors without a
+        float dtype."""
 
     def target(self, module: str) -> AdapterTarget:
-        """Return the place of a linear layer of the checkpoint.
+        """Return where a linear layer of the checkpoint is in the served model.
 
-        RequestError if the model has no such layer, or if it is of a kind that is not adapted."""
+        RequestError if the model has no such layer, or if adapters cannot change layers of its kind."""
 
 
 def adapter_refusal(folder: str, what: str) -> RequestError:
-    """Return the error that refuses the adapter of a folder."""
+    """Return the RequestError which says that the adapter in a folder is refused, for the reason ``what``."""
     return RequestError(f"adapter {shown(folder)}: {what}", "lora_request")
 
 
@@ -144,10 +156,13 @@ class LowRank(NamedTuple):
 
     a: Tensor  # [places, parts, rank, in]
     b: Tensor  # [places, out, rank]
-    ranks: Tensor  # i32 [places] rank of the adapter in each place; 0 means that it does not change the layer
+    # i32 [places] rank of the adapter in each place on the device; 0 means that it does not change
+    # the layer
+    ranks: Tensor
 
 
-# change(product, x) returns this process's part of the changed product [T, out], where product(x) is that of the layer
+# change(product, x) returns the changed product [T, out] of a layer, as far as it belongs to this
+# process. product(x) is the product of the layer itself.
 LayerChange = Callable[["Callable[[Tensor], Tensor]", "Tensor"], "Tensor"]
 
 
@@ -166,12 +181,12 @@ class AdapterMemory(ABC):
     def read(self, source: AdapterSource) -> Any:
         """Return the adapter of a folder in host memory.  RequestError if it does not fit the model.
 
-        A thread calls this next to steps.  The engine keeps the result while the adapter is in host memory."""
+        A thread calls this while steps run.  The engine keeps the result while the adapter is in host memory."""
 
     def reserve(self) -> None:
-        """Allocate host memory for the first calls of ``read``, as a thread calls it once, next to steps.
+        """Allocate host memory for the first calls of ``read``.  A thread calls this once, while steps run.
 
-        Without it the allocation is a part of ``read``."""
+        A method without it allocates the memory in ``read``."""
         return
 
     @abstractmethod
@@ -206,12 +221,12 @@ class AdapterMemory(ABC):
         return x
 
     def end(self) -> None:
-        """Forget the tokens of the step."""
+        """Clear the data that ``begin`` has prepared for the step."""
         return
 
 
 class AdapterMethod(ABC):
-    """A kind of adapters, such as LoRA.
+    """A kind of adapters, such as LoRA: it checks their files and applies them.
 
     The host has an instance that checks folders; each process of the model has one that makes a memory."""
 

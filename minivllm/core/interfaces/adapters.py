@@ -45,4 +45,4 @@ class AdapterFiles(NamedTuple):
     """The files of an adapter, as the host has checked them before they are loaded."""
 
     folder: str
-    stamp: str  # digest of the folder, and of the sizes and times of its files
+    stamp: str  # digest of the folder's path and of the sizes and times of its files

@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 
     from .kvformat import KVFormat, KVLayout
 
-# 1.1: AttentionContext.prepare_qk; 1.2: forward no longer returns scores; 1.3: AttnMeta.position;
-# 1.4: AttnSpec.alibi; 1.5: the trait ``approximate``, AttentionBackend.selected and most_keys
-# 1.6: AttentionBackend.notes, GraphKey.shared, AttentionBackend.shares_from; 1.7: AttnMeta.host_sees
+# Changes by version: 1.1: AttentionContext.prepare_qk; 1.2: forward no longer returns scores; 1.3:
+# AttnMeta.position; 1.4: AttnSpec.alibi; 1.5: the trait ``approximate``, AttentionBackend.selected
+# and most_keys 1.6: AttentionBackend.notes, GraphKey.shared, AttentionBackend.shares_from; 1.7:
+# AttnMeta.host_sees
 API = (1, 7)
-# No sequence owns this block.  Padded, stopped and failed rows write to it, so it may hold NaN.
-# ``AttentionBackend.write`` may clear it.
+# Number of the null block, which no sequence owns.  Padded, stopped and failed rows write to it, so
+# it may hold NaN.  ``AttentionBackend.write`` may clear it.
 NULL_BLOCK = 0
 
 
@@ -51,10 +52,10 @@ class GraphKey:
     rows, and 0 for padding rows.
     """
 
-    kind: str = "eager"  # eager | decode | mixed
+    kind: str = "eager"  # "eager", "decode" (all rows have one token) or "mixed"
     rows: int = 0
     tokens: int = 0
-    span: int = 0  # upper bound of the rows' context lengths
+    span: int = 0  # upper bound of the context lengths of the rows
     # Decoding rows share full blocks at the start of their block tables: the same block numbers mean the same keys and
     # values.  Only back ends with ``shares_from`` get such a step.  They find the rows and blocks on the device.
     shared: bool = field(default=False, kw_only=True)
@@ -70,26 +71,27 @@ class AttnMeta:
     are dropped.
     """
 
-    slots: Tensor  # i64 [R] row -> slot
-    cu_q: Tensor  # i32 [R + 1]
+    slots: Tensor  # i64 [R] slot of each row
+    cu_q: Tensor  # i32 [R + 1] the tokens of row r are cu_q[r] to cu_q[r + 1] - 1
     q_len: Tensor  # i32 [R]
     kv_len: Tensor  # i32 [G, R]
     # i64 [T] the row of ``QKPre.cos`` for each token.  It is the position of the token.  Requests that use the
     # rotary embedding of long contexts read a second table behind the first, so max_model_len + 1 is added.  A part of
     # an image that has a position for each axis has a row of its own behind the tables.
     position: Tensor
-    row: Tensor  # i64 [T] the row of each token
-    table: Tensor  # i32 [G, S, M] (slot, index) -> block
+    row: Tensor  # i64 [T] index of the row to which each token belongs
+    # i32 [G, S, M] block tables: number of the block at each index of a slot, in each KV group
+    table: Tensor
     # i64 [G, T] block * block_size + offset at which the token's K and V are stored
     slot_map: Tensor
     block: int  # tokens per block
-    decode_rows: int  # rows [0, decode_rows) have one token each
+    decode_rows: int  # count of the rows with one token, which come first
     host_q_len: np.ndarray  # i32 [R]
     host_kv_len: np.ndarray  # i32 [G, R]
     # i64 [T] the last position that each token sees; None means its own.  A token of an image may see the later ones of
     # the image, which are tokens of the same step.  Only back ends with the feature ``spans`` get such a step.
     host_sees: np.ndarray | None = field(default=None, kw_only=True)
-    # results of ``AttentionBackend.plan``, shared by the layers of a step
+    # results that ``AttentionBackend.plan`` computes once and all layers of the step use
     work: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -107,7 +109,8 @@ class QKPre:
     q_norm: Tensor | None = None  # [dim_qk]
     k_norm: Tensor | None = None
     eps: float = 1e-6
-    # [q heads + k heads, dim_qk] the norm weight of each head; a kernel that needs it fills and reuses it
+    # [q heads + k heads, dim_qk] the norm weight of each head. The first kernel that needs this
+    # tensor creates it.
     both: Tensor | None = None
 
 
@@ -118,10 +121,10 @@ class AttnLayer:
     index: int
     group: int
     spec: AttnSpec
-    # name -> [num_blocks, *layout.tensors[name].shape]
+    # tensors of the KV cache of this layer: name -> [num_blocks, *layout.tensors[name].shape]
     cache: Mapping[str, Tensor] = field(default_factory=dict)
     sinks: Tensor | None = None  # [heads] float32
-    slopes: Tensor | None = None  # [heads] float32, ``spec.alibi`` on the device
+    slopes: Tensor | None = None  # [heads] float32 on the device: the values of ``spec.alibi``
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ class AttentionContext:
     max_len: int
     prepare_qk: Callable[[Tensor, Tensor, Tensor, QKPre], tuple[Tensor, Tensor]]
     batch_invariant: bool = False
-    fuse: bool = True  # False disables fused kernels, so that their effect can be measured
+    fuse: bool = True  # False disables fused kernels, for measurements of their effect
 
 
 class AttentionBackend(ABC):
@@ -159,7 +162,8 @@ class AttentionBackend(ABC):
 
     def __init__(self, options: Any, ctx: AttentionContext) -> None:
         self.options, self.ctx = options, ctx
-        # sentences for the user, such as which kernels run; read after ``layout`` was called for every layer
+        # Messages for the user, such as which kernels run. They are read after ``layout`` was
+        # called for every layer.
         self.notes: list[str] = []
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
@@ -213,6 +217,6 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} lacks the method selected")
 
     def most_keys(self, visible: int, queries: int) -> int:
-        """Return the largest number of keys that a query attends to, if ``visible`` keys are visible to it and its row
-        has ``queries`` queries."""
+        """Return to how many keys a query attends at most, if ``visible`` keys are visible to it and its row has
+        ``queries`` queries."""
         return visible

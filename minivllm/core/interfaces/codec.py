@@ -48,16 +48,14 @@ ALIGN = 8
 
 
 class CodecError(ValueError):
-    """Bytes that no encoder of this version wrote, or a value that the format cannot represent."""
+    """Raised for bytes that no encoder of this version has written, and for values that the format cannot represent."""
 
 
 class ColumnSpec(NamedTuple):
-    """One array of a message, with the names of the message's object (``owner``) and of the array
-    (``name``).
+    """One array of a message: the object ``owner`` to which it belongs, and its ``name`` there.
 
-    ``length`` is the name of the count that gives its first dimension.  ``width`` is the size of
-    its second dimension; 0 means that the array has one dimension.
-    """
+    ``length`` is the name of the count that gives its first dimension.  ``width`` is the size of its second dimension;
+    0 means that the array has one dimension."""
 
     owner: str
     name: str
@@ -69,27 +67,30 @@ class ColumnSpec(NamedTuple):
 def _columns(
     owner: str, dtype: np.dtype, length: str, names: str, width: int = 0
 ) -> list[ColumnSpec]:
-    """Return the specs of columns that all have the length ``length``.  ``names`` is separated by spaces."""
+    """Return the specs of several columns (arrays of a message) whose first dimension is the count ``length``.
+    ``names`` are their names, separated by spaces."""
     return [ColumnSpec(owner, name, dtype, length, width) for name in names.split()]
 
 
 def _own(owner: str, names: Sequence[tuple[str, int]], dtype: np.dtype = I4) -> list[ColumnSpec]:
-    """Return the specs of columns that each have a separate length.  ``names`` is (name, width) pairs."""
+    """Return the specs of several columns (arrays of a message), each with a length of its own.  ``names`` has (name,
+    width) pairs."""
     return [ColumnSpec(owner, name, dtype, f"{owner}.{name}", width) for name, width in names]
 
 
 class Layout:
-    """The scalars and columns of one kind of message."""
+    """The order of the scalars and columns (arrays) in one kind of message."""
 
     def __init__(self, kind: int, scalars: str, columns: Sequence[ColumnSpec]) -> None:
-        """Compute the layout.  ``scalars`` are the ``struct`` codes of the scalars."""
+        """Compute the positions in the message.  ``scalars`` are the ``struct`` codes of the scalars."""
         self.kind = kind
         self.columns = sorted(columns, key=lambda c: -c.dtype.itemsize)
         self.lengths = tuple(dict.fromkeys(c.length for c in self.columns))
-        # the last number is the size of the JSON in bytes
+        # The last number is the count of bytes of the JSON.
         self.numbers = struct.Struct(f"<{scalars}{len(self.lengths)}QQ")
         self.start = HEAD.size + -(-self.numbers.size // ALIGN) * ALIGN
-        # Most columns of a step are empty.  They are shared, because numpy takes 1 us to create an array.
+        # Empty arrays, which most columns of a step are.  They are shared, because numpy takes 1 us
+        # to create an array.
         self.empty: dict[str, dict[str, np.ndarray]] = {}
         for c in self.columns:
             shape = (0, c.width) if c.width else 0
@@ -140,10 +141,9 @@ class Layout:
     def decode(
         self, data: bytearray | bytes | memoryview
     ) -> tuple[tuple, dict[str, dict[str, Any]], Any, int]:
-        """Return (scalars, columns by owner and name, decoded JSON, offset of the arrays that follow it).
+        """Return (scalars, columns by owner and name, decoded JSON, offset of the arrays behind the JSON) of a message.
 
-        CodecError if the bytes are not a complete message of this kind.
-        """
+        CodecError if the bytes are not a complete message of this kind."""
         if len(data) < self.start:
             raise CodecError(f"{len(data)} bytes; expected at least {self.start}")
         magic, version, kind, size = HEAD.unpack_from(data)
@@ -264,8 +264,8 @@ def decode_plan(data: bytearray | bytes) -> StepPlan:
 
 
 def _encode_rows(bound: Sequence[Mapping[int, Row]]) -> tuple[bytes, list[np.ndarray]]:
-    """Encode the rows that processors bound.  Return the numbers and names as JSON, and the values as arrays in the
-    same order."""
+    """Encode the column values (Row) that processors returned from ``bind``.  Return the numbers and names as JSON, and
+    the values as arrays in the same order."""
     if not any(bound):
         return json.dumps(len(bound)).encode(), []
     described: list[Any] = []
@@ -289,10 +289,10 @@ def _encode_rows(bound: Sequence[Mapping[int, Row]]) -> tuple[bytes, list[np.nda
 
 
 def _decode_rows(described: Any, data: bytearray | bytes, at: int) -> tuple[dict[int, Row], ...]:
-    """Decode the rows of ``_encode_rows``, whose arrays begin at offset ``at``.
+    """Decode the column values (Row) of processors that ``_encode_rows`` has encoded.  Their arrays begin at offset
+    ``at`` of ``data``.
 
-    ``described`` is the decoded JSON.  A number n means that none of n processors bound a row.
-    """
+    ``described`` is the decoded JSON.  A number n in it stands for n processors without values."""
     bound: list[dict[int, Row]] = []
     try:
         if type(described) is int and described >= 0:
@@ -315,7 +315,8 @@ def _decode_rows(described: Any, data: bytearray | bytes, at: int) -> tuple[dict
 def _array(
     data: bytearray | bytes, at: int, dtype: np.dtype, shape: Sequence[int]
 ) -> tuple[np.ndarray, int]:
-    """Return the array at or after offset ``at``, aligned to 8 bytes, and the offset of its end."""
+    """Return (array, offset of its end) for the array in ``data`` that begins at ``at``, rounded up to a multiple of 8
+    bytes."""
     at += -at % ALIGN
     n = math.prod(shape)
     size = n * dtype.itemsize
@@ -330,14 +331,15 @@ _LATE = Layout(LATE, "qI", _own("late", [("mask", 0)]))
 
 
 def encode_late(step: int, late: LateInputs) -> list[bytes]:
-    """Encode the late inputs of step ``step`` as a list of byte strings."""
+    """Encode the late inputs (token masks) of step ``step`` as a list of byte strings."""
     mask = np.ascontiguousarray(late.mask)
     flat = SimpleNamespace(mask=mask.reshape(-1))
     return _LATE.encode({"late": flat}, (step, mask.shape[1]), b"", [])
 
 
 def decode_late(data: bytearray | bytes) -> tuple[int, LateInputs]:
-    """Decode the bytes of ``encode_late``.  Return (step number, late inputs).  CodecError if they are malformed."""
+    """Decode the bytes of ``encode_late``.  Return (number of the step, late inputs, which are token masks).
+    CodecError if they are malformed."""
     (step, words), found, _, at = _LATE.decode(data)
     flat = found["late"]["mask"]
     if at != len(data) or words == 0 or len(flat) % words:
@@ -432,28 +434,30 @@ def decode_result(data: bytearray | bytes) -> StepResult:
 
 
 def form_numbers(form: StepForm) -> tuple[int, int, int]:
-    """Return a form as three numbers for ``form_of``.  CodecError for a kind that is not one of ``FORMS``."""
+    """Return the form of a step (how its layers ran) as three numbers for ``form_of``.  CodecError for a kind that is
+    not one of ``FORMS``."""
     if form.kind not in FORMS:
         raise CodecError(f"form {form.kind!r}; expected one of {', '.join(map(repr, FORMS))}")
     return FORMS.index(form.kind), form.rows, form.tokens
 
 
 def form_of(kind: int, rows: int, tokens: int) -> StepForm:
-    """Return the form of three numbers of ``form_numbers``.  CodecError for another kind."""
+    """Return the form of a step (how its layers ran) from three numbers of ``form_numbers``.  CodecError for an unknown
+    kind."""
     if not 0 <= kind < len(FORMS):
         raise CodecError(f"form number {kind}; expected 0 to {len(FORMS) - 1}")
     return StepForm(FORMS[kind], rows, tokens)
 
 
 def _flat(lp: LogProbs | None) -> LogProbs | None:
-    """Return the log-probabilities with one-dimensional tables."""
+    """Return log-probabilities whose tables ``top_ids`` and ``top`` have one dimension; None for None."""
     if lp is None:
         return None
     return LogProbs(lp.chosen, lp.rank, lp.top_ids.reshape(-1), lp.top.reshape(-1))
 
 
 def _tables(found: Mapping[str, np.ndarray], k: int) -> LogProbs | None:
-    """Return the log-probabilities with tables of ``k`` columns, or None if k is negative."""
+    """Return decoded log-probabilities, with tables of ``k`` columns; None if k is negative."""
     if k < 0:
         return None
     chosen = found["chosen"]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# 1.1: Compressor.attention_sums, StoredTokens.attention_sums and sum_queries,
+# Additions by version: 1.1: Compressor.attention_sums, StoredTokens.attention_sums and sum_queries,
 # Compressor.rerotates; 1.2: Compressor.loads, Compressor.joins_layers and StoredTokens.layers
 API = (1, 2)
 
@@ -32,7 +32,7 @@ class CompressorContext:
     """The arguments with which a worker constructs a compressor."""
 
     device: str
-    dtype: str  # of queries, keys and values: "float16", ...
+    dtype: str  # dtype of queries, keys and values, such as "float16"
     max_len: int  # largest number of tokens of a sequence
 
 
@@ -43,24 +43,26 @@ class StoredTokens:
     With ``Compressor.joins_layers`` they are those of one or several layers.  The heads of each layer then follow those
     of the layer before, in all tensors, and ``kv_heads`` and ``heads`` count the heads of all of these layers."""
 
-    layer: int  # number of the attention layer, from 0; of several layers the first
-    # [n, kv_heads, dim_qk], normalized and rotated as attention reads them; zeros if the compressor reads no keys
+    layer: int  # index of the attention layer, from 0; of several layers the first one
+    # Keys [n, kv_heads, dim_qk], normalized and rotated as attention reads them; zeros if the
+    # compressor reads no keys.
     keys: Tensor
     values: Tensor  # [n, kv_heads, dim_v]; zeros if the compressor reads no values
-    # [w, heads, dim_qk] queries of the last w tokens, 1 <= w <= ``window``; None if the compressor reads none.  Query
-    # head i reads KV head i // (heads // kv_heads).
+    # Queries [w, heads, dim_qk] of the last w tokens, 1 <= w <= ``window``; None if the compressor
+    # reads none.  Query head i reads KV head i // (heads // kv_heads).
     queries: Tensor | None
-    scale: float  # factor of the scores of attention, before the softmax
-    keep: int  # number of tokens that stay
-    # tokens of the sequence that were computed; the last stored token is the last of these
+    scale: float  # factor by which attention multiplies its scores before the softmax
+    keep: int  # count of tokens that stay in the cache
+    # Count of the sequence's tokens that were computed; the last stored token is the last of them.
     computed: int
-    seed: int  # the seed of the request, for a compressor that draws
+    seed: int  # seed of the request, for a compressor that uses random numbers
     # f32 [kv_heads, n] attention probabilities of each token, added up over the queries of the prompt and over the
     # query heads of the KV head; None unless ``Compressor.attention_sums``.  Generated tokens have 0.
     attention_sums: Tensor | None = None
-    # f32 [kv_heads, n] number of queries in each sum: the prompt's tokens from the token itself on
+    # f32 [kv_heads, n] how many queries were added up in each attention sum: those of the prompt's
+    # tokens from the token itself on
     sum_queries: Tensor | None = None
-    layers: int = 1  # number of layers, 1 unless ``Compressor.joins_layers``
+    layers: int = 1  # count of layers whose tokens these are, 1 unless ``Compressor.joins_layers``
 
 
 class Compressor(ABC):

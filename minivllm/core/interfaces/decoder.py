@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BEFORE, AFTER, AROUND = "before", "after", "around"
-# norms of q and k: HEAD normalizes each head with shared weights, WIDTH normalizes all heads as one
-# vector, HEADS normalizes each head with separate weights
+# Ways to normalize q and k: HEAD normalizes each head with weights that all heads share, WIDTH
+# normalizes all heads as one vector, HEADS normalizes each head with weights of its own.
 HEAD, WIDTH, HEADS = "head", "width", "heads"
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-CLAMPED = "swiglu_oai"  # an activation of experts, see ``Experts``
+CLAMPED = "swiglu_oai"  # an activation that only experts use (see ``Experts``)
 # how a router turns logits into weights: softmax over all experts, softmax over the chosen experts, or sigmoid
 SOFTMAX, CHOSEN_SOFTMAX, SIGMOID = "softmax", "chosen_softmax", "sigmoid"
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
@@ -45,7 +45,8 @@ class Norm:
     """RMSNorm (arXiv:1910.07467), or LayerNorm (arXiv:1607.06450) if ``centered``."""
 
     eps: float
-    offset: float = 0.0  # added to the weight; 1 if the checkpoint stores weight - 1
+    # number that is added to the stored weight; 1 if the checkpoint stores weight - 1
+    offset: float = 0.0
     centered: bool = False  # subtract the mean
     bias: bool = False
 
@@ -91,14 +92,15 @@ class Router:
     """
 
     score: str = SOFTMAX  # or CHOSEN_SOFTMAX, SIGMOID
-    normalize: bool = False  # divide the weights of a token by their sum
-    floor: float | None = None  # added to that sum; None means 1e-20 for SIGMOID and 0 otherwise
-    scale: float = 1.0  # the factor by which the weights are multiplied afterwards
-    bias: bool = False  # add a bias to the logits
+    normalize: bool = False  # True divides the weights of a token's experts by their sum
+    # number that is added to that sum; None means 1e-20 for SIGMOID and 0 otherwise
+    floor: float | None = None
+    scale: float = 1.0  # factor by which the weights are multiplied after that
+    bias: bool = False  # True adds a learned bias to the router's logits
     # A bias per expert (``e_score_correction_bias``) is added to the score when experts are chosen.  The
     # weights do not include it.
     choice_bias: bool = False
-    rounded: bool = True  # round the weights to the dtype of the logits at the end
+    rounded: bool = True  # True rounds the final weights to the dtype of the logits
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Experts:
     count: int
     chosen: int
     inner: int
-    activation: str = "silu"  # one of ACTIVATIONS or CLAMPED
+    activation: str = "silu"  # activation of an expert: one of ACTIVATIONS, or CLAMPED
     router: Router = Router()
     bias: bool = False
     limit: float | None = None  # for CLAMPED
@@ -144,7 +146,7 @@ class GatedDelta:
 
     @property
     def channels(self) -> int:
-        """Return the width of q, k and v together."""
+        """Return the width of q, k and v together, which is the number of channels of the convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
@@ -201,13 +203,18 @@ class LayerSpec:
     rope: Rope | None  # None means no rotary embedding
     norms: str = BEFORE  # or AFTER, AROUND
     parallel: bool = False  # requires norms BEFORE
-    qk_norm: str | None = None  # HEAD, WIDTH or HEADS
+    # how q and k are normalized: HEAD, WIDTH or HEADS; None means not at all
+    qk_norm: str | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    residual_scale: float = 1.0  # factor of each output before it is added to the residual stream
-    mlp_norm: bool = False  # a parallel MLP reads n2(h) instead of n1(h)
-    qkv_clip: float | None = None  # clamp q, k and v to +-qkv_clip
-    # the query projection has a gate beside each head; the output of attention is multiplied by the gate's sigmoid
+    # factor by which the outputs of attention and MLP are multiplied before they are added to the
+    # residual stream
+    residual_scale: float = 1.0
+    mlp_norm: bool = False  # in a parallel layer, the MLP reads n2(h) instead of n1(h)
+    # q, k and v are clamped to the range from -qkv_clip to qkv_clip; None means not
+    qkv_clip: float | None = None
+    # True: the query projection has a gate for each head, by whose sigmoid the output of attention
+    # is multiplied.
     gated: bool = False
 
     @property
@@ -234,13 +241,14 @@ class ExpertNames:
     router: str = "mlp.gate"
     gate_up: tuple[str, ...] = ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj")
     down: str = "mlp.experts.{e}.down_proj"
-    transposed: bool = False  # tensors of all experts hold matrices as [in, out]
-    interleaved: bool = False  # rows of gate and up alternate
+    transposed: bool = False  # True: the tensors that hold all experts store matrices as [in, out]
+    interleaved: bool = False  # True: rows of the gate and rows of the up matrix alternate
     params: tuple[str, ...] = ()
     choice_bias: str = ""
 
 
-# the form of checkpoints on the hub, and the form of transformers 5 in memory
+# Two forms in which checkpoints store experts: that of checkpoints on the Hugging Face hub, and
+# that of transformers 5 in memory.
 EXPERT_NAMES = (
     ExpertNames("one tensor each"),
     ExpertNames("stacked", "mlp.gate", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"),
@@ -292,25 +300,27 @@ class WeightNames:
     head: str = "lm_head"
     layer: str = "model.layers.{i}."
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    # number of row groups of a joint qkv tensor; each group holds a share of q, then of k, then of v
+    # number of groups of rows in a joint qkv tensor; each group has a part of q, then of k, then of
+    # v
     qkv_groups: int = 1
     out: str = "self_attn.o_proj"
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
-    sinks: str = "self_attn"  # module that has a parameter ``sinks``
+    sinks: str = "self_attn"  # module with the parameter ``sinks``
     delta: DeltaNames = DeltaNames()
     conv: ConvNames = ConvNames()
     gate_up: tuple[str, ...] = (
         "mlp.gate_proj",
         "mlp.up_proj",
-    )  # an MLP without a gate uses the last name
+    )  # (gate, up) projections; an MLP without a gate uses only the last one
     down: str = "mlp.down_proj"
-    experts: tuple[ExpertNames, ...] = EXPERT_NAMES  # a checkpoint has one of these forms
+    # forms in which the experts may be stored; a checkpoint has one of them
+    experts: tuple[ExpertNames, ...] = EXPERT_NAMES
     shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
-    # in the order n1 .. n4 of the table at the top of this file
+    # Names of the norms of a layer, in the order n1 to n4 of the table at the top of this file.
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    transposed: bool = False  # the layers' matrices are stored as [in, out]
+    transposed: bool = False  # True: matrices of the layers are stored as [in, out]
 
 
 @dataclass(frozen=True)
@@ -320,16 +330,18 @@ class DecoderSpec:
     vocab: int
     hidden: int
     layers: tuple[LayerSpec, ...]
-    norm: Norm  # all norms of the layers, and the final norm
-    tied: bool = False  # the output head uses the weight of the embedding
-    embed_scale: float = 1.0  # factor of the embedding, rounded to the model's dtype first
-    # rows of the table of learned positions (0 means no table), and the row of position 0
+    norm: Norm  # kind of all norms of the layers, and of the final norm
+    tied: bool = False  # True: the output head uses the weight of the embedding
+    # factor by which embeddings are multiplied; it is rounded to the model's dtype first
+    embed_scale: float = 1.0
+    # Rows of the table of learned positions (0 means no table), and the index of the row of
+    # position 0.
     positions: int = 0
     first_position: int = 0
     logit_scale: float = 1.0
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap), after the scale
     names: WeightNames = field(default_factory=WeightNames)
-    embed_norm: bool = False  # apply ``norm`` to the embedding
+    embed_norm: bool = False  # True applies ``norm`` to the embeddings
     # Replaces the choice of a router: (layer number, logits [T, E], weights f32 [T, k], ids i32 [T, k])
     # -> (weights, ids).  It runs on the device and may be captured in a CUDA graph, so it must not read
     # tensor values on the host.

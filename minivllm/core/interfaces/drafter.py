@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from .model import ModelArch
     from .sampling import Rows
 
-# 1.1: Ask.history, Ask.owner and Drafter.learn, for the feature host_tokens
-# 1.2: Drafter.head, for the feature target_head
-# 1.3: the feature graph_safe
+# Additions by version: 1.1: Ask.history, Ask.owner and Drafter.learn, for the feature host_tokens
+# 1.2: Drafter.head, for the feature target_head 1.3: the feature graph_safe
 API = (1, 3)
 
 
@@ -46,11 +45,12 @@ class Ask:
     """
 
     rows: Rows
-    k: int  # largest number of drafts for a row
+    k: int  # largest number of drafts (proposed tokens) of a row
     slots: np.ndarray  # i32 [N]
     known: (
         np.ndarray
-    )  # i32 [N] number of known tokens; drafts are for positions known, known + 1 ...
+        # i32 [N] number of known tokens of each row; drafts are for the positions known, known + 1 ...
+    )
     # i32 [known] for each row, its known tokens on the host; read only.  Empty unless the drafter claims
     # ``host_tokens``.
     history: Sequence[np.ndarray] = ()
@@ -61,11 +61,13 @@ class Ask:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """The files of a drafter's head: the folder that its option ``model`` names, or the files of the served model."""
+    """The files of a drafter's own layers (its head): in the folder that the drafter's option ``model`` names, or among
+    the files of the served model."""
 
     folder: str
-    cfg: Any  # the config object of config.json in ``folder``
-    # names of the tensors; None means that they are not known before the weights are loaded
+    cfg: Any  # config object of the config.json in ``folder``
+    # Names of the tensors in the files; None means that they are not known before the weights are
+    # loaded.
     names: Sequence[str] | None
 
 
@@ -86,7 +88,8 @@ class Head:
 
     arch: ModelArch
     cfg: Any
-    points: tuple[str, ...]  # names of tensors of the model, from ``Model.state_points``
+    # names of the tensors of the served model that the head reads, from ``Model.state_points``
+    points: tuple[str, ...]
 
 
 class DraftModel(ABC):

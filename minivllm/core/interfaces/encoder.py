@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-API = (1, 2)  # 1.1: ImageEncoder.load_dummy; 1.2: u8 values, prepare_pixels
+API = (1, 2)  # added in 1.1: ImageEncoder.load_dummy; in 1.2: u8 values, prepare_pixels
 
 
 @dataclass(frozen=True)
@@ -29,26 +29,29 @@ class EncoderContext:
     """The arguments with which the engine constructs an encoder."""
 
     folder: str  # directory of the checkpoint
-    config: Mapping[str, Any]  # its config.json, with the changes of hf_overrides
+    config: Mapping[str, Any]  # contents of its config.json, with the changes of hf_overrides
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """The facts of a checkpoint's images, as plain data."""
+    """How a checkpoint represents images in token ids and features."""
 
     token: int = -1  # id of the token that stands for a part of an image in the model's input
     placeholder: int = -1  # id that stands for a whole image in a prompt; -1 means ``token``
     before: tuple[int, ...] = ()  # ids that the engine writes before the tokens of an image
-    after: tuple[int, ...] = ()  # ids that the engine writes behind them
+    after: tuple[int, ...] = ()  # ids that the engine writes after the tokens of an image
     # (a, b, c): where a and b meet at either end of these ids, the tokenizer writes the one token c
     joined: tuple[tuple[int, int, int], ...] = ()
-    # vectors of features of a token: one for its embedding, and one for each first layer
+    # Vectors of features for each token of an image: one in place of its embedding, and one for
+    # each of the first layers that read features.
     levels: int = 1
-    merge: int = 1  # patches along each side of a square that becomes one token
+    merge: int = 1  # side length, in patches, of the square that becomes one token
     # Number of rotary frequencies that follow the time, row and column of a part of an image (m-rope).  Empty means
     # that each token has one position, as text.
     sections: tuple[int, ...] = ()
-    interleaved: bool = False  # the sections alternate from one frequency to the next
+    # True: frequencies for time, row and column alternate instead of following each other in
+    # sections
+    interleaved: bool = False
     # Largest number of tokens of an image, if all tokens of an image attend to each other; 0 means causal attention.
     span: int = 0
 
@@ -59,7 +62,7 @@ class ImageFacts:
 
 
 class ImageValues(NamedTuple):
-    """An image after ``ImageEncoder.prepare``."""
+    """The pixels or patches of an image after ``ImageEncoder.prepare``, and its number of tokens."""
 
     # f32 or u8, any shape.  ``encode`` receives the same dtype; u8 takes a quarter of the time to the device.
     values: np.ndarray

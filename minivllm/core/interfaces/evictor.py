@@ -15,7 +15,8 @@ import numpy as np
 
 from .session import SessionTurn
 
-API = (1, 2)  # 1.1: Evictor.figures; 1.2: facts of sessions, ``evicted``, EvictorContext.now
+# added in 1.1: Evictor.figures; in 1.2: facts of sessions, ``evicted``, EvictorContext.now
+API = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class BlockInfo:
     # that it belongs to a sliding-window group.  Blocks of such a group depend on the blocks of another
     # group, not on each other.
     parent: np.ndarray
-    depth: np.ndarray  # i32 number of preceding blocks
-    bytes: np.ndarray  # i64 size of the block
-    cost: np.ndarray  # f64 number of tokens to recompute if the block is lost
-    tenant: np.ndarray  # i32 number of the tenant whose request computed the block
+    depth: np.ndarray  # i32 number of blocks before the block in its sequence
+    bytes: np.ndarray  # i64 size of the block in bytes
+    cost: np.ndarray  # f64 number of tokens that must be computed again if the block is lost
+    tenant: np.ndarray  # i32 number that stands for the tenant whose request computed the block
     # i64 number of the session (see ``SessionTurn``) whose request computed the block, 0 for none
     session: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     # i8 kind of the block's first token: the index in ``SPAN_KINDS`` + 1, 0 for none
@@ -48,9 +49,9 @@ class BlockInfo:
 class EvictorContext:
     """The arguments with which the engine constructs an evictor."""
 
-    capacity: int  # blocks in the tier
+    capacity: int  # largest number of blocks in the tier
     block: int  # tokens per block
-    tier: str  # device | cpu | disk
+    tier: str  # which memory the blocks are in: "device", "cpu" or "disk"
     # the engine's clock in seconds, which may be a virtual one
     now: Callable[[], float] = time.monotonic
 

@@ -14,30 +14,32 @@ from minivllm.registration.spec import Part
 from .encoder import ImageFacts
 from .plan import LateInputs, StepPlan, StepResult
 
-# 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models; 2.3: StepPlan.taps, Join.steer,
-# Capacity.taps; 2.4: Executor.now; 2.5: StepPlan.pooled, Capacity.hidden,
-# CacheWiring.recurrent; 2.6: Delta.store, Delta.fill, CacheWiring.stores, the verb "kv_tiers"; 2.7: Delta.adapter,
-# Join.adapter, Wiring.adapters, the verb "adapters", Delta.compact, Delta.sources, StepPlan.observe,
-# Capacity.compresses, CacheWiring.kv_budget and compress_every; 2.8: the verb "weights", Executor.takes_tensors,
-# Delta.image, Delta.pixels, Join.image, StepResult.lost, StepResult.form, Wiring.images, Capacity.image_bytes and
-# no_images; 2.9: the verbs "captures" and "start_times", StepWiring.graph_captures and compile_ahead,
-# StepResult.shared; 2.10: ImageWiring.facts; 2.11: StepPlan.given, StepPlan.routes, Capacity.given,
-# AdapterWiring.methods; 2.12: CacheWiring.pressure_budget, Delta.kept, StepResult.kept, Capacity.kept_heads;
-# 2.13: StepPlan.slack, Capacity.drafts_ahead, SpeculationWiring.drafts_ahead;
-# 2.14: StepPlan.sums, Capacity.sums, CacheWiring.rerotates; 2.15: Delta.image with the bytes of a value;
-# 2.16: Capacity.step_sizes
+# Changes by version: 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2:
+# Wiring.own_models; 2.3: StepPlan.taps, Join.steer, Capacity.taps; 2.4: Executor.now; 2.5:
+# StepPlan.pooled, Capacity.hidden, CacheWiring.recurrent; 2.6: Delta.store, Delta.fill,
+# CacheWiring.stores, the verb "kv_tiers"; 2.7: Delta.adapter, Join.adapter, Wiring.adapters, the
+# verb "adapters", Delta.compact, Delta.sources, StepPlan.observe, Capacity.compresses,
+# CacheWiring.kv_budget and compress_every; 2.8: the verb "weights", Executor.takes_tensors,
+# Delta.image, Delta.pixels, Join.image, StepResult.lost, StepResult.form, Wiring.images,
+# Capacity.image_bytes and no_images; 2.9: the verbs "captures" and "start_times",
+# StepWiring.graph_captures and compile_ahead, StepResult.shared; 2.10: ImageWiring.facts; 2.11:
+# StepPlan.given, StepPlan.routes, Capacity.given, AdapterWiring.methods; 2.12:
+# CacheWiring.pressure_budget, Delta.kept, StepResult.kept, Capacity.kept_heads; 2.13:
+# StepPlan.slack, Capacity.drafts_ahead, SpeculationWiring.drafts_ahead; 2.14: StepPlan.sums,
+# Capacity.sums, CacheWiring.rerotates; 2.15: Delta.image with the bytes of a value; 2.16:
+# Capacity.step_sizes
 API = (2, 16)
-NO_COMPRESSION = "minivllm/none"  # compressor of a wiring whose rows keep all tokens
+NO_COMPRESSION = "minivllm/none"  # value of ``compressor`` with which the KV cache keeps all tokens
 
 
 @dataclass(frozen=True)
 class DraftWiring:
-    """The second model of a drafter or processor.  Its layers store keys and values in the blocks of the main model's
-    first KV group."""
+    """The configuration of a second model, which a drafter or a logits processor uses.  Its layers store keys and
+    values in the blocks of the main model's first KV group."""
 
     model_dir: str
-    # seam -> plug-in and options, for the seams model and quantizer. A drafter's head uses the choices of the served
-    # model for missing seams.
+    # Seam (kind of plug-in) -> plug-in and options, for model and quantizer. A drafter's head uses
+    # the choices of the served model for missing seams.
     parts: Mapping[str, Part]
 
 
@@ -46,40 +48,44 @@ class CacheWiring:
     """The options of the KV cache."""
 
     kvcache_block_size: int
-    num_kvcache_blocks: int = -1  # -1 = as many as fit
+    num_kvcache_blocks: int = -1  # number of blocks; -1 means as many as fit into memory
     gpu_memory_utilization: float = 0.9
-    groups: tuple[tuple[int, ...], ...] = ()  # numbers of the layers of each KV group
-    # checkpoints: copies of recurrent states, for prefix hits; -1 = as many as fit
+    groups: tuple[tuple[int, ...], ...] = ()  # for each KV group, the indices of its layers
+    # Number of copies of recurrent states, which prefix hits need; -1 means as many as fit into
+    # memory.
     num_state_checkpoints: int = -1
-    recurrent: bool = False  # the model has recurrent states
-    stores: tuple[Part, ...] = ()  # plug-ins of the seam kvstore, the nearest tier first
-    # number of tokens that a compression keeps (below 1: a share of the prompt); 0 compresses only requests that ask
-    # for it
+    recurrent: bool = False  # whether the model has recurrent states
+    # kvstore plug-ins, which store KV pages outside of the device; the fastest first
+    stores: tuple[Part, ...] = ()
+    # Number of tokens that a compression keeps (below 1: a share of the prompt); 0 compresses only
+    # requests with their own ``kv_budget``.
     kv_budget: float = 0
-    # generated tokens between two compressions; 0 compresses at the end of the prompt only
+    # Number of generated tokens between two compressions; 0 compresses at the end of the prompt
+    # only.
     compress_every: int = 0
-    # tokens of a row (below 1 a share of its computed tokens) that stay when blocks are short; 0 preempts rows instead
+    # Number of tokens that a row keeps when blocks are short, below 1 a share of its computed
+    # tokens; 0 preempts rows instead of compressing them.
     pressure_budget: float = 0
-    # a compression rotates the kept keys to new positions (``Compressor.rerotates``)
+    # Whether a compression rotates the kept keys to new positions (``Compressor.rerotates``).
     rerotates: bool = False
 
 
 @dataclass(frozen=True)
 class StepWiring:
-    """The options of how steps run."""
+    """The options that control how steps run."""
 
-    graph: str = "auto"  # kinds of steps captured in CUDA graphs: auto | mixed | decode | off
-    fuse: bool = True  # use fused kernels on devices that have them
+    graph: str = "auto"  # which steps are captured in CUDA graphs: auto | mixed | decode | off
+    fuse: bool = True  # whether fused kernels are used on devices that have them
     # kinds of fused kernels that are not used: pairs | norms | gate | draw
     unfused: tuple[str, ...] = ()
-    # steps in flight besides the newest one; None lets the executor choose
+    # Number of steps in flight besides the newest one; None lets the executor choose.
     run_ahead: int | None = None
     # milliseconds that a step with decoding rows should take at most, "auto" or "off"
     tpot_target_ms: float | str = "off"
     # "start": all sizes are captured before the engine is ready; "gradual": other sizes are captured after requests
     # first need them
     graph_captures: str = "start"
-    # compile the kernels of a start in several threads before they run
+    # Whether kernels that the start needs are compiled in several threads before they run.
     compile_ahead: bool = False
 
 
@@ -89,8 +95,8 @@ class SpeculationWiring:
 
     num_speculative_tokens: int = 0  # largest number of drafts of a row in a step
     speculate: str = "auto"  # "always" also speculates where measurements showed it to be slower
-    draft_model: DraftWiring | None = None  # the model of a drafter that uses one
-    # capture steps with drafts and calls of the drafter in CUDA graphs
+    draft_model: DraftWiring | None = None  # second model, for a drafter that uses one
+    # Whether steps with drafts and calls of the drafter are captured in CUDA graphs.
     captured_drafts: bool = False
     # "auto" plans a row with drafts while its last step is in flight if ``Capacity.drafts_ahead`` allows it, "off"
     # after its result
@@ -101,19 +107,21 @@ class SpeculationWiring:
 class AdapterWiring:
     """The options of adapters, such as LoRA."""
 
-    max_loras: int = 0  # adapters on the device at the same time; 0 means that requests have none
+    # largest number of adapters on the device at the same time; 0 refuses requests with adapters
+    max_loras: int = 0
     max_lora_rank: int = 16  # largest rank of an adapter
-    max_cpu_loras: int = 0  # adapters in host memory, those on the device included
-    methods: tuple[Part, ...] = ()  # the plug-ins that read and apply adapters
+    # largest number of adapters in host memory, including those on the device
+    max_cpu_loras: int = 0
+    methods: tuple[Part, ...] = ()  # adapter plug-ins, one for each kind of adapters such as LoRA
 
 
 @dataclass(frozen=True)
 class ImageWiring:
     """The options of images in prompts, and the facts of the checkpoint's images."""
 
-    max_images: int = 0  # largest number of images of a request; 0 means that requests have none
-    why_not: str = ""  # why requests have none
-    cache_mb: int = 0  # MiB of image features on the device
+    max_images: int = 0  # largest number of images of a request; 0 refuses requests with images
+    why_not: str = ""  # why requests with images are refused
+    cache_mb: int = 0  # memory on the device for image features, in MiB
     facts: ImageFacts = field(default_factory=ImageFacts)
 
     @classmethod
@@ -130,13 +138,13 @@ class ImageWiring:
 class ParallelWiring:
     """The place of a process in a tensor-parallel group."""
 
-    tensor_parallel_size: int = 1  # processes that share the model
+    tensor_parallel_size: int = 1  # number of processes among which the model is split
     rank: int = 0  # number of this process, from 0
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """Everything that a process needs to build its share of the engine.  It is sent as JSON, never as pickle.  Options
+    """Everything that a process needs to build its part of the engine.  It is sent as JSON, never as pickle.  Options
     have the same names as in the configuration."""
 
     model_dir: str
@@ -148,8 +156,8 @@ class Wiring:
     max_model_len: int
     batch_invariant: bool
     seed: int
-    # seam -> plug-in and options, for model, quantizer, kvformat, attention, sampler, drafter, compressor, and for
-    # encoder if requests may have images
+    # Seam (kind of plug-in) -> plug-in and options, for model, quantizer, kvformat, attention,
+    # sampler, drafter, compressor, and for encoder if requests may have images.
     parts: Mapping[str, Part]
     cache: CacheWiring
     steps: StepWiring = StepWiring()
@@ -158,16 +166,21 @@ class Wiring:
     adapters: AdapterWiring = AdapterWiring()
     images: ImageWiring = ImageWiring()
     processors: tuple[Part, ...] = ()
-    # second models, by the name of the processor that uses it (feature ``own_model``)
+    # Second models, each by the name of the logits processor that uses it (feature ``own_model``).
     own_models: Mapping[str, DraftWiring] = field(default_factory=dict)
     eos_ids: tuple[int, ...] = ()
-    # raw_logprobs: of the model's logits; processed_logprobs: of the logits that the sampler draws from
+    # Which log-probabilities are returned: "raw_logprobs" of the model's logits,
+    # "processed_logprobs" of the logits from which the sampler draws.
     logprobs_mode: str = "raw_logprobs"
-    max_logprobs: int = 20  # limit of a request's logprobs; -1 means the whole vocabulary
-    max_tap_bytes: int = 256 << 20  # limit of the float32 values that a request reads with taps
+    # largest number of log-probabilities per token that a request may have; -1 means the whole
+    # vocabulary
+    max_logprobs: int = 20
+    # largest number of bytes of float32 values that a request may read with taps
+    max_tap_bytes: int = 256 << 20
     # requests that can become longer than this use other rotary frequencies (decoder.Rope.switch)
     rope_switch: int | None = None
-    hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # replace values of config.json
+    # values that replace those of config.json
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def block(self) -> int:
@@ -176,7 +189,7 @@ class Wiring:
 
     @property
     def compressor(self) -> Part | None:
-        """Return the compressor, None if rows are not compressed."""
+        """Return the compressor plug-in and its options, None if the KV cache keeps all tokens."""
         part = self.parts.get("compressor")
         return None if part is None or part.name == NO_COMPRESSION else part
 
@@ -186,32 +199,34 @@ class Capacity:
     """The memory and features that the executor has after ``start``."""
 
     blocks: tuple[int, ...]  # number of blocks of each KV group, the null block included
-    # size of a block of each KV group, all layers of the group together
+    # Bytes of a block of each KV group, for all layers of the group together.
     block_bytes: tuple[int, ...]
     vocab_size: int
     weight_bytes: int
-    depth: int  # steps that may be in flight besides the newest one
-    notes: tuple[str, ...] = ()  # messages for the user
+    depth: int  # number of steps that may be in flight besides the newest one
+    notes: tuple[str, ...] = ()  # messages for the user about the start
     # whether the executor implements ``StepPlan.guided``; if not, requests with a guide are refused
     guides: bool = False
     # whether the executor runs ``Wiring.own_models``; if not, processors with a second model are refused
     own_models: bool = False
-    # Points of the model that requests may tap, and their widths.  ``StepPlan.taps`` numbers them in this
-    # order.  None means that the executor serves no taps; requests with taps are then refused.
+    # Tap points (named tensors of the model that requests may read or change) and their widths.
+    # ``StepPlan.taps`` numbers them in this order.  None means that the executor serves no taps;
+    # requests with taps are then refused.
     taps: Mapping[str, int] | None = None
-    # points of ``taps`` at which steps may be given the experts of a token (``StepPlan.given``), in the order of the
-    # layers; empty means that requests with given routes are refused
+    # Tap points at which the experts of a token may be set from outside (``StepPlan.given``), in
+    # the order of the layers; empty means that requests with given routes are refused
     given: tuple[str, ...] = ()
-    # width of the hidden states that ``StepPlan.pooled`` sums.  0 means that the executor does not implement it;
-    # requests for embeddings are then refused.
+    # Width of the hidden states that ``StepPlan.pooled`` adds up. 0 means that the executor does
+    # not implement it; requests for embeddings are then refused.
     hidden: int = 0
-    # copies of recurrent states (``CacheWiring.num_state_checkpoints``); None if the model has no such states
+    # Number of copies of recurrent states (``CacheWiring.num_state_checkpoints``); None if the
+    # model has no such states.
     checkpoints: int | None = None
-    state_bytes: int = 0  # size of the recurrent states of one sequence
-    # number of last tokens whose queries the compressor reads; None if the executor does not compress rows
-    # (``Delta.compact``), and then a compressor is refused
+    state_bytes: int = 0  # bytes of the recurrent states of one sequence
+    # How many of the last tokens' queries the compressor reads; None if the executor does not
+    # compress rows (``Delta.compact``), and then a compressor is refused
     compresses: int | None = None
-    # whether the compressor reads attention sums (``StepPlan.sums``)
+    # Whether the compressor reads attention sums over the prompt (``StepPlan.sums``).
     sums: bool = False
     # number of KV heads of each layer of each KV group, for ``StepResult.kept``; () if the executor returns no kept
     # tokens, and then requests that read them are refused
@@ -222,9 +237,11 @@ class Capacity:
     # largest number of tokens of an efficient step; longer ones are planned only while a request needs steps that do
     # not run in captures.  0 means ``Wiring.max_num_batched_tokens``.
     step_tokens: int = 0
-    # numbers of tokens of long steps with prompts that run without padding, ascending; () means any number
+    # Ascending numbers of tokens with which long steps with prompts run without padding; () means
+    # any number.
     step_sizes: tuple[int, ...] = ()
-    # whether the executor implements ``StepPlan.slack``; if not, rows with drafts wait for their last result
+    # Whether the executor implements ``StepPlan.slack``. If not, a row with drafts is planned only
+    # after the result of its last step.
     drafts_ahead: bool = False
 
 

@@ -7,16 +7,16 @@ from typing import Literal, NamedTuple, get_args
 
 from .plan import EOS, LENGTH, STOP_ID
 
-#: "stop": an end-of-sequence token, a stop token or a stop string ended the sequence.  "length": it reached its largest
-#: length.  "abort": the client cancelled the request.  "error": the step or a plug-in failed; the ``error`` of the
-#: output describes it.
+#: Reasons why a sequence ended.  "stop": an end-of-sequence token, a stop token or a stop string ended the sequence.
+#: "length": it reached its largest length.  "abort": the client cancelled the request.  "error": the step or a plug-in
+#: failed; the ``error`` of the output describes it.
 FinishReason = Literal["stop", "length", "abort", "error"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
 class Finish(NamedTuple):
-    """A finish reason.  ``stop`` is the stop token id or stop string that ended the sequence.  It is None for an
-    end-of-sequence token and for other reasons."""
+    """The reason for which a sequence ended.  ``stop`` is the stop token id or stop string that ended the sequence.  It
+    is None for an end-of-sequence token and for other reasons."""
 
     reason: FinishReason
     stop: int | str | None = None

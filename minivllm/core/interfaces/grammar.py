@@ -17,18 +17,18 @@ from typing import Any
 
 import numpy as np
 
-API = (1, 2)  # 1.1: rollback and clone are no longer needed; 1.2: the kind reply
+API = (1, 2)  # changes: 1.1: rollback and clone are no longer needed; 1.2: the kind reply
 
 
 @dataclass(frozen=True)
 class GrammarContext:
     """The vocabulary and the number of threads, with which the engine constructs a grammar plug-in."""
 
-    # bytes that each token id adds to the text; b"" for special tokens and unused ids
+    # For each token id, the bytes that it adds to the text; b"" for special tokens and unused ids.
     tokens: Sequence[bytes]
     vocab_size: int  # width of the logits, >= len(tokens)
     eos_ids: tuple[int, ...]  # end-of-sequence ids, at least one; their entry in ``tokens`` is b""
-    threads: int = 1  # number of threads that ``fill`` and ``accept`` may use
+    threads: int = 1  # largest number of threads that ``fill`` and ``accept`` may use
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,21 @@ class GrammarSource:
     answer either.
     """
 
-    # json (a JSON schema) | regex | choice (a JSON list of strings) | grammar (Lark or GBNF) | reply
+    # Kind of the grammar: json (a JSON schema) | regex | choice (a JSON list of strings) | grammar
+    # (Lark or GBNF) | reply.
     kind: str
     text: str
-    # for json: True allows any spaces and line ends between JSON tokens, False allows none
+    # For the kind json: True allows any whitespace between JSON tokens, False allows none.
     any_whitespace: bool = True
-    # for json: a regular expression for the whitespace between JSON tokens
+    # For the kind json: a regular expression for the whitespace between JSON tokens.
     whitespace: str | None = None
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled grammar.  Sequences share it, and nothing changes it."""
+    """A compiled grammar.  All sequences with the grammar use the same object, and nothing changes it."""
 
-    handle: Any  # an object of the plug-in
+    handle: Any  # the grammar in the plug-in's own form
     nbytes: int = 0  # size in memory, or 0 if it is unknown
 
 

@@ -16,10 +16,10 @@ from threading import Barrier
 
 import numpy as np
 
-_DTYPES = {1: np.uint8, 4: np.float32}  # by the bytes of a value
-SEGMENT = 512 << 10  # bytes that one thread hashes in 0.3 ms
+_DTYPES = {1: np.uint8, 4: np.float32}  # number of bytes of a value -> dtype
+SEGMENT = 512 << 10  # bytes of an array that one thread hashes at a time, in about 0.3 ms
 HASHES_AT_ONCE = 6
-START = 10.0  # longest seconds for the start of these threads
+START = 10.0  # seconds that the start of the hashing threads may take
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class PreparedImage:
     ``shape`` is the (channels, height, width) of the values, or the grid of patches (time, rows, columns).  ``digest``
     is the sha256 of the decoded pixels, and only these decide the values, so equal digests mean equal features."""
 
-    values: np.ndarray  # f32 or u8 [n]
+    values: np.ndarray  # pixels or patches, f32 or u8 [n]
     shape: tuple[int, int, int]
     tokens: int
     digest: bytes
@@ -44,7 +44,7 @@ class PlacedImage:
 
     @property
     def end(self) -> int:
-        """Return the position behind its last placeholder."""
+        """Return the position after the last placeholder token of the image."""
         return self.position + self.image.tokens
 
 
@@ -86,5 +86,5 @@ def start_hashing() -> None:
 
 @cache
 def _hashing() -> ThreadPoolExecutor:
-    """Return the threads that hash segments.  They start with the first array that has several."""
+    """Return the pool of threads that hash the segments of arrays.  It is created when it is first needed."""
     return ThreadPoolExecutor(HASHES_AT_ONCE, "minivllm-hashes")

@@ -30,8 +30,9 @@ class StoreContext:
     identity: str
     rank: int = 0  # number of the process among those that share the model; each stores its own part of a page
     ranks: int = 1
-    label: str = ""  # the model, for readers
-    # memory u8 [n] of any content, from which the device copies without a stop (pinned memory for a GPU)
+    label: str = ""  # name of the model, for people who look at the store
+    # empty(n) returns memory u8 [n] of any content, from which the device copies without waiting
+    # (pinned memory for a GPU).
     empty: Callable[[int], np.ndarray] = _empty
 
 
@@ -43,7 +44,7 @@ class KVStore(ABC):
     or ``get`` is counted as a fault of this page and has no other effect.
     """
 
-    # True stores a page soon after it was computed; False stores it when the device evicts it
+    # True stores a page soon after it was computed; False stores it when the device evicts it.
     eager = False
     # True loads pages even if computing them is expected to be faster
     always = False
@@ -52,7 +53,7 @@ class KVStore(ABC):
     # True if ``put`` keeps the array that it gets, so that the page is not copied again.  Nobody changes it afterwards,
     # and no other page uses its memory.  (1.1)
     keeps_pages = False
-    # seconds that a request waits for its pages before it computes them
+    # Seconds that a request waits at most for its pages. It computes them afterwards.
     patience = 5.0
 
     def __init__(self, options: Any, ctx: StoreContext) -> None:
@@ -65,7 +66,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def keys(self) -> Mapping[bytes, int]:
-        """Return the keys of the stored pages, each with the size of its page in bytes, the oldest first."""
+        """Return the keys of all stored pages, each with the size of the page in bytes, the oldest page first."""
 
     @abstractmethod
     def put(self, key: bytes, page: np.ndarray) -> bool:
@@ -92,13 +93,13 @@ class KVStore(ABC):
         return {}
 
     def names(self) -> Mapping[str, Sequence[bytes]]:
-        """Return the names that were kept, each with the keys of the pages of its prefix."""
+        """Return the names that ``mark`` has stored, each with the keys of the pages of its prefix."""
         return {}
 
     def mark(self, name: str, keys: Sequence[bytes] | None) -> bool:
-        """Keep a name for the pages of a prefix, in place of the pages that it had, and return True.  None forgets the
-        name.  False means that the store keeps no names."""
+        """Store a name for a prefix, with the keys of its pages, and return True.  Earlier pages of the name are
+        replaced.  ``keys`` None removes the name.  False means that the store keeps no names."""
         return False
 
     def close(self) -> None:  # noqa: B027  (optional)
-        """Write what is left, and free all resources."""
+        """Write data that is not written yet, and free all resources."""

@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from .decoder import ConvNames, DeltaNames, ExpertNames, Norm, Rope, WeightNames
     from .states import Recurrent, StepStates
 
-# 2.0: describe; Parts.rotary(rope); StepTensors.logits_indices and Model.takes_logits_indices;
-# 2.1: StepTensors.taps and Model.tap_points
-# 2.2: decoder.Experts, Parts.experts; Rule: {e}, param, form, interleaved;
-# ModelArch.conversion, ModelArch.notes, Parts.tensors
-# 2.4: decoder.GatedDelta, LayerSpec.gated, Parts.delta_net, StepTensors.states
-# 2.5: decoder.ShortConv, Router.floor, ExpertNames.choice_bias, Parts.short_conv
-# 2.6: StepTensors.watch, StepTensors.hidden and Model.state_points
-# 2.7: StepTaps.given and Model.given_points; 2.8: decoder.Rope.query_growth
+# Changes by version: 2.0: describe; Parts.rotary(rope); StepTensors.logits_indices and
+# Model.takes_logits_indices; 2.1: StepTensors.taps and Model.tap_points 2.2: decoder.Experts,
+# Parts.experts; Rule: {e}, param, form, interleaved; ModelArch.conversion, ModelArch.notes,
+# Parts.tensors 2.4: decoder.GatedDelta, LayerSpec.gated, Parts.delta_net, StepTensors.states 2.5:
+# decoder.ShortConv, Router.floor, ExpertNames.choice_bias, Parts.short_conv 2.6: StepTensors.watch,
+# StepTensors.hidden and Model.state_points 2.7: StepTaps.given and Model.given_points; 2.8:
+# decoder.Rope.query_growth
 API = (2, 8)
 
 
@@ -69,10 +68,10 @@ class Rule:
 
 
 class StepTaps(Protocol):
-    """Access of a step's rows to points of the model (``Model.tap_points``): rows may read the value of a point and add
-    to it."""
+    """Lets rows of a step read values at tap points (named tensors of the model, ``Model.tap_points``) and add vectors
+    to them."""
 
-    points: frozenset[str]  # points that at least one row of the step reads or adds to
+    points: frozenset[str]  # tap points that at least one row of the step reads or adds to
 
     def __call__(self, point: str, x: Tensor) -> Tensor:
         """Process the value x [T, width] of a tap point, and return the value with which the model must continue.
@@ -91,7 +90,7 @@ class StepTaps(Protocol):
 
 
 class StepWatch(Protocol):
-    """Access of a drafter to hidden states of a step's tokens (``Model.state_points``)."""
+    """Lets a drafter receive hidden states of a step's tokens (``Model.state_points``)."""
 
     points: frozenset[str]
 
@@ -108,22 +107,26 @@ class StepTensors:
     # i64 [T] position of each token in its sequence.  ``AttnMeta.position`` is the row in the rotary tables.
     position: Tensor
     meta: AttnMeta
-    # i64 [N] indices of the tokens whose hidden states the engine needs; None means all tokens
+    # i64 [N] Indices of the tokens whose hidden states the engine needs; None means all tokens.
     logits_indices: Tensor | None = None
-    # None if no row has taps.  Never set together with ``logits_indices``, because taps see every token.
+    # Called by the model at each tap point; None if no row has taps.  It is never set together with
+    # ``logits_indices``, because taps see every token.
     taps: StepTaps | None = None
-    # None means that no layer has a recurrent state
+    # The recurrent states of the rows; None if no layer has a recurrent state.
     states: StepStates | None = None
-    # None if no drafter reads hidden states.  Never set together with ``logits_indices`` if "norm" is read.
+    # Called by the model at its state points; None if no drafter reads hidden states.  It is never
+    # set together with ``logits_indices`` if "norm" is read.
     watch: StepWatch | None = None
     # hidden states [T, width] of the served model, for the layers of a drafter (``drafter.Head``)
     hidden: Tensor | None = None
-    # keeps the prepared queries of attention for a compressor by ``keep(layer, q)``; None if the step has none to keep
+    # Stores the queries of attention for a compressor, by ``keep(layer, q)``; None if no row of the
+    # step needs it.
     queries: Any = None
-    # adds up the attention to each key for a compressor by ``norms(layer, q)`` and ``add(layer, q, meta, norms)``; None
-    # if the step has no such rows
+    # Adds up the attention to each key for a compressor, by ``norms(layer, q)`` and ``add(layer, q,
+    # meta, norms)``; None if no row of the step needs it.
     sums: Any = None
-    drafted: bool = False  # ``hidden`` are the head's own states at the draft before
+    # whether ``hidden`` are states that the drafter's own layers returned for the draft before
+    drafted: bool = False
 
 
 class LinearModule(Protocol):
@@ -142,8 +145,9 @@ class Attention(Protocol):
 
 
 class Parts(Protocol):
-    """The building blocks that ``ModelArch.build`` uses.  They implement quantization, tensor parallelism and
-    attention, so a model contains none of these.  ``heads(n)`` is this process's share of n heads."""
+    """The building blocks of layers that the engine passes to ``ModelArch.build``.  They implement quantization, tensor
+    parallelism and attention, so a model contains none of these.  ``heads(n)`` is the number of heads of this process,
+    if n heads are split over the tensor-parallel processes."""
 
     def heads(self, n: int) -> int: ...
     def linear(
@@ -155,16 +159,17 @@ class Parts(Protocol):
         bias: bool = False,
         split: str | None = None,
     ) -> LinearModule: ...
-    # weights without a module: name -> (shape, dtype); dtype None means the dtype of the model
+    # Creates weights that belong to no other module: name -> (shape, dtype); dtype None means the
+    # dtype of the model.
     def tensors(
         self, name: str, shapes: Mapping[str, tuple[Sequence[int], str | None]]
     ) -> Mapping[str, Tensor]: ...
     def embedding(self, name: str, rows: int, dim: int) -> Any: ...
     def lm_head(self, name: str, inp: int, vocab: int, tied: Any = None) -> Any: ...
-    # ``kind`` as a number is the epsilon of an RMSNorm
+    # Creates a norm. ``kind`` may be a number, the epsilon of an RMSNorm.
     def norm(self, name: str, dim: int, kind: Norm | float) -> Any: ...
-    # Pairs of layers that run as one kernel for small batches.  They exchange a layers.fused.Normed object.  ``linear``
-    # is a module that the same object made.
+    # Create pairs of layers that run as one kernel for small batches.  They exchange a
+    # layers.fused.Normed object.  ``linear`` is a module that the same object made.
     def normed_linear(self, linear: Any) -> Callable[[Any], Tensor]: ...
     def gated_linear(self, linear: Any, activation: str = "silu") -> Callable[[Any], Any]: ...
     def linear_norm(
@@ -175,21 +180,24 @@ class Parts(Protocol):
         after: Any = None,
         scale: float = 1.0,
     ) -> Callable[[Any, Tensor], tuple[Any, Tensor]]: ...
-    # router, experts and shared MLP of a layer: x [T, hidden] -> [T, hidden].  ``hook`` is the
-    # ``DecoderSpec.router_hook`` without its first argument.
+    # Creates the router, the experts and the shared MLP of a layer, as one module: x [T, hidden] ->
+    # [T, hidden].  ``hook`` is the ``DecoderSpec.router_hook`` without its first argument.
     def experts(
         self, name: str, hidden: int, spec: Experts, hook: Any = None
     ) -> Callable[[Any], Tensor]: ...
     def attention(self, index: int, spec: AttnSpec) -> Attention: ...
-    # projections, convolution and delta rule of a layer, without the last product
+    # Creates the projections, convolution and delta rule of a gated delta net, without the output
+    # projection.
     def delta_net(
         self, name: str, hidden: int, spec: GatedDelta
     ) -> Callable[[Any, StepTensors], Tensor]: ...
-    # projection and convolution of a layer, without the last product
+    # Creates the projection and convolution of a short-convolution layer, without the output
+    # projection.
     def short_conv(
         self, name: str, hidden: int, spec: ShortConv
     ) -> Callable[[Any, StepTensors], Tensor]: ...
-    # cos and sin for ``QKPre``; ``twice`` appends a second table for requests longer than ``rope.switch``
+    # Returns cos and sin for ``QKPre``; ``twice`` appends a second table for requests longer than
+    # ``rope.switch``.
     def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]: ...
     def activation(self, name: str) -> Callable[[Tensor], Tensor]: ...
     def decoder(self, spec: DecoderSpec) -> Model: ...
@@ -266,27 +274,28 @@ def _caller(model: Model) -> type:
 
 
 class Conversion(Protocol):
-    """Converts the tensors of a checkpoint into the tensors that the rules expect, where the two differ."""
+    """Converts the tensors of a checkpoint into the tensors that the loading rules expect, for checkpoints whose
+    tensors differ from them."""
 
     def name(self, source: str) -> str | None:
-        """Return the name that the loading rules have for a tensor of a checkpoint.
+        """Return the name that the loading rules have for a tensor of the checkpoint.
 
-        None means that the tensor is not needed, or that it is combined with others into a tensor of another name.
-        """
+        None means that the tensor is not needed, or that it is combined with others into a tensor of another name."""
         ...
 
     def tensors(self, found: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the rules expect, in any order, from all (name, tensor) pairs of the checkpoint."""
+        """Yield the tensors that the loading rules expect, in any order, from all (name, tensor) pairs of the
+        checkpoint."""
         ...
 
 
 class ModelArch:
-    """One architecture.  ``cfg`` is the transformers config object of the text model.
+    """A model architecture: a description or a builder of its layers, and the names of its weights.  ``cfg`` is the
+    transformers config object of the text model.
 
     If a ``DecoderSpec`` can describe its models, override ``describe`` only.  Otherwise override ``attention``,
     ``build`` and ``weights``.  Raise ModelError, naming the field, for a config value that changes the arithmetic and
-    is not implemented.
-    """
+    is not implemented."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         """Return the description of the model, from which the engine builds it."""
@@ -311,11 +320,11 @@ class ModelArch:
         return parts.decoder(self.describe(cfg))
 
     def weights(self, cfg: Any) -> Sequence[Rule]:
-        """Return the rules that map the checkpoint's tensors to the model."""
+        """Return the loading rules, which map the checkpoint's tensors to the model's parameters."""
         return decoder_rules(self.describe(cfg))
 
     def conversion(self, cfg: Any) -> Conversion | None:
-        """Return a converter of the checkpoint's tensors, or None if the rules match them as they are."""
+        """Return a converter of the checkpoint's tensors, or None if the loading rules match them as they are."""
         return None
 
     def notes(self, cfg: Any) -> Mapping[str, str]:
@@ -330,7 +339,7 @@ class ModelArch:
 
 
 def decoder_rules(spec: DecoderSpec) -> list[Rule]:
-    """Return the rules for the weights of a decoder, with the names in ``spec.names``."""
+    """Return the loading rules for the weights of a decoder, with the names in ``spec.names``."""
     names = spec.names
     rules = [Rule(names.embed, "embed"), Rule(names.norm, "norm")]
     rules.append(Rule(names.head, None if spec.tied else "lm_head"))
@@ -342,7 +351,8 @@ def decoder_rules(spec: DecoderSpec) -> list[Rule]:
     for i, layer in enumerate(spec.layers):
         layers_of_kind.setdefault(_weights_of(layer), []).append(i)
     for kind, members in layers_of_kind.items():
-        # rules for all layers if they are alike, else rules for each layer by its number
+        # Rules for all layers together if the layers are alike, otherwise rules for each layer by
+        # its number.
         numbers = ["{i}"] if len(layers_of_kind) == 1 else [str(i) for i in members]
         for n in numbers:
             rules += _layer_rules(names.layer.replace("{i}", n), f"layers.{n}.", spec, *kind)
@@ -350,7 +360,7 @@ def decoder_rules(spec: DecoderSpec) -> list[Rule]:
 
 
 def _weights_of(layer: LayerSpec) -> tuple:
-    """Return the properties of a layer that determine its rules: the last arguments of ``_layer_rules``."""
+    """Return the properties of a layer that determine its loading rules: the last arguments of ``_layer_rules``."""
     rope, mlp, attention = layer.rope, layer.mlp, layer.attention
     turned = rope.dim if rope is not None and rope.interleaved else 0
     mlp_kind: Any = mlp.gated if isinstance(mlp, MLP) else mlp
@@ -408,7 +418,8 @@ def _layer_rules(
 def _attention_rules(
     hf: str, our: str, names: WeightNames, pairs: tuple[int, int] | None, gates: int
 ) -> list[Rule]:
-    """Return the rules of the projections of attention; ``gates`` query heads have a gate."""
+    """Return the loading rules of the projections of attention; ``gates`` is the number of query heads with a gate, or
+    0."""
     rules, qkv = [Rule(hf + names.out, our + "o")], our + "qkv"
     if gates:
         query, *others = names.qkv
@@ -423,7 +434,7 @@ def _attention_rules(
 
 
 def _conv_rules(hf: str, our: str, names: ConvNames) -> list[Rule]:
-    """Return the rules of a short convolution."""
+    """Return the loading rules of a short convolution."""
     return [
         Rule(hf + names.mixed, our + "in", ("b", "c", "x")),
         Rule(hf + names.conv, our + "conv"),
@@ -432,7 +443,7 @@ def _conv_rules(hf: str, our: str, names: ConvNames) -> list[Rule]:
 
 
 def _delta_rules(hf: str, our: str, names: DeltaNames, spec: GatedDelta) -> list[Rule]:
-    """Return the rules of a gated delta net."""
+    """Return the loading rules of a gated delta net."""
     rules = [
         Rule(hf + names.root, our + "delta"),
         Rule(hf + names.conv, our + "delta", "conv"),
@@ -464,7 +475,7 @@ def _mlp_rules(hf: str, our: str, gate_up: tuple[str, ...], down: str, gated: bo
 
 
 def _expert_rules(hf: str, our: str, names: WeightNames, spec: Experts) -> list[Rule]:
-    """Return the rules of a mixture of experts, in every form in which checkpoints store it."""
+    """Return the loading rules of a mixture of experts, for every form in which checkpoints store it."""
     rules: list[Rule] = []
     for form in names.experts:
         router = {"": form.router}
@@ -494,7 +505,7 @@ def _expert_rules(hf: str, our: str, names: WeightNames, spec: Experts) -> list[
 
 
 def _stacked(source: str, module: str, parts: tuple[str, ...], form: ExpertNames) -> list[Rule]:
-    """Return the rules of a tensor that holds all experts, and of its bias."""
+    """Return the loading rules of a tensor that holds all experts, and of its bias."""
     weight = Rule(
         source,
         module,

@@ -21,7 +21,7 @@ from .structured import StructuredOutputsParams
 
 MAX_N = 128
 MAX_STOPS = 16
-# fields that processors and samplers implement, not the engine
+# Names of fields that logits processors and samplers implement, not the engine.
 PROCESSED = frozenset(
     (
         "temperature",
@@ -36,10 +36,10 @@ PROCESSED = frozenset(
         "allowed_token_ids",
     )
 )
-# fields whose text may be invalid Unicode
+# Names of fields whose text may be invalid Unicode.
 TEXTS = ("stop", "bad_words", "cache_salt", "tenant", "trace_headers")
 INT32, INT64 = 2**31 - 1, 2**63 - 1
-# fields that are checked independently of other fields, in this order
+# Names of fields that are checked independently of other fields, in this order.
 RANGED = (
     Param("include_stop_str_in_output", bool, False),
     Param("ignore_eos", bool, False),
@@ -253,12 +253,12 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """Return the largest number of branches of the request."""
+        """Return the largest number of branches (sequences) that the request has at the same time."""
         return self.beam_width or max(self.n, self.best_of or 1)
 
     def branching(self) -> set[str]:
         """Return the names of the set parameters that the request's decoding strategy must implement."""
-        if self.beam_width is not None:  # never set together with best_of
+        if self.beam_width is not None:  # best_of cannot be set together with it
             return {"beam_width"}
         return {"best_of"} if (self.best_of or self.n) > self.n else set()
 
@@ -316,7 +316,7 @@ class SamplingParams:
             _check(value is None or callable(value), name, value, "a callable")
 
     def changed_parameters(self) -> list[str]:
-        """Return the names of the parameters that a processor or sampler must implement, because they are set."""
+        """Return the names of the parameters with an effect that a logits processor or sampler must implement."""
         attributes = self.__dict__
         changed = [
             name for name, value in NEUTRAL.items() if (attributes.get(name) or value) != value
@@ -340,7 +340,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Return whether the likeliest token is always chosen."""
+        """Return whether the most likely token is always chosen (temperature 0)."""
         return self.temperature == 0
 
 

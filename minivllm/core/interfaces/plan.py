@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Bits of StepResult.flags.  OVERSHOOT marks a row whose sequence had already ended before the step.
+# Bits of StepResult.flags, which tell how a row ended.  OVERSHOOT marks a row whose sequence had
+# already ended before the step.
 EOS, STOP_ID, LENGTH, NAN, OVERSHOOT, FAILED = 1, 2, 4, 8, 16, 32
 ENDED = EOS | STOP_ID | LENGTH | NAN | FAILED
 
@@ -27,7 +28,8 @@ def no_rows(*shape: int, dtype: Any = np.int32) -> np.ndarray:
 
 
 def nothing(*shape: int, dtype: Any = np.int32) -> Callable[[], np.ndarray]:
-    """Return a default factory that returns the same empty array each time, because creating an array takes long."""
+    """Return a function that returns an empty array, for default values of fields.  It returns the same array each
+    time, because creating an array takes long."""
     empty = no_rows(*shape, dtype=dtype)
     return lambda: empty
 
@@ -37,34 +39,38 @@ class Join:
     """The n sequences that get a slot in this step.  ``tokens`` holds the known tokens of all of them, concatenated."""
 
     slot: np.ndarray  # i32 [n]
-    known: np.ndarray  # i32 [n] number of known tokens: the prompt and generated tokens
+    known: np.ndarray  # i32 [n] number of known tokens: the prompt and the generated tokens
     computed: (
         np.ndarray
     )  # i32 [n] number of tokens whose keys and values are in the cache (prefix hit)
     prompt: np.ndarray  # i32 [n] prompt length; the prompt is the beginning of the known tokens
-    # i32 [n] number of known tokens at which the sequence ends (prompt + max_tokens, or max_model_len)
+    # i32 [n] number of tokens at which the sequence ends in any case (prompt + max_tokens, or
+    # max_model_len)
     end: np.ndarray
     seed: np.ndarray  # i64 [n]
-    sample: np.ndarray  # i32 [n] number of the sample within its request
-    # i32 [n] number of known tokens below which stop ids are ignored (prompt + min_tokens)
+    sample: np.ndarray  # i32 [n] index of the sample (branch) within its request
+    # i32 [n] number of tokens up to which stop ids are ignored (prompt + min_tokens)
     min_end: np.ndarray
-    # i32 [n, STOP_IDS], padded with -1; the first ``n_eos`` of a row are end-of-sequence ids
+    # i32 [n, STOP_IDS] token ids that end the sequence, padded with -1; the first ``n_eos`` of each
+    # are end-of-sequence ids
     stop_ids: np.ndarray
     n_eos: np.ndarray  # i32 [n]
     tokens: np.ndarray  # i32 [sum(known)]
-    # for each processor, with the sampler last: index into the join -> Row
+    # For each logits processor, then the sampler: index of a sequence in this join -> column values
+    # (Row) that ``bind`` returned.
     bound: tuple[Mapping[int, Any], ...] = ()
-    # i64 [n] sequence whose saved columns are restored (see ``Delta.keep``), -1 for none; an empty array
-    # means that no columns are restored
+    # i64 [n] id of the sequence whose saved columns are restored (see ``Delta.keep``), -1 for none;
+    # an empty array means that no columns are restored
     saved: np.ndarray = field(default_factory=nothing(dtype=np.int64))
     # i32 [m, 2] (index into the join, number of a point in ``Capacity.taps``): a vector is added at this
     # point to every token of the sequence.  ``vectors`` holds the m vectors, f32, concatenated.
     steer: np.ndarray = field(default_factory=nothing(0, 2))
     vectors: np.ndarray = field(default_factory=nothing(dtype=np.float32))
-    # i64 [n] number of the owner of each sequence (``blocks.owner_of``); an empty array means 0 for all
+    # i64 [n] number that stands for the owner (tenant and salt) of each sequence
+    # (``blocks.owner_of``); an empty array means 0 for all
     owner: np.ndarray = field(default_factory=nothing(dtype=np.int64))
-    # i32 [n] place on the device of each sequence's adapter, -1 for none; an empty array means that no
-    # sequence has one
+    # i32 [n] index on the device of each sequence's LoRA adapter, -1 for none; an empty array means
+    # that no sequence has one
     adapter: np.ndarray = field(default_factory=nothing())
     # i32 [m, 7] (index into the join, number of an image, first position, tokens, shape of 3 numbers): the features of
     # the image stand for the embeddings of these tokens of the sequence (see ``interfaces.images``)
@@ -78,7 +84,8 @@ class Delta:
 
     join: Join | None = None
     leave: np.ndarray = field(default_factory=nothing())  # i32 [n] slots that become free
-    # i32 [n, 3] (source slot, new slot, sample): copy the state of a sequence to another slot
+    # i32 [n, 3] (source slot, new slot, index of the sample): copy the columns of a sequence to
+    # another slot
     fork: np.ndarray = field(default_factory=nothing(0, 3))
     # i32 [n, 4] (group, slot, index, block): set an entry of a block table
     table: np.ndarray = field(default_factory=nothing(0, 4))
@@ -92,20 +99,21 @@ class Delta:
     # i32 [n, 4] (slot, number, position, checkpoint): copy the row's states to the checkpoint when they cover
     # ``position`` tokens.  ``number`` tells such requests of one row apart; it is below ``states.COPIES``.
     save: np.ndarray = field(default_factory=nothing(0, 4))
-    # i64 [n, 2] (slot, sequence): save the columns with ``Column.kept`` of a preempted row; ``Join.saved``
-    # restores them
+    # i64 [n, 2] (slot, id of the sequence): save the columns with ``Column.kept`` of a preempted
+    # row; ``Join.saved`` restores them
     keep: np.ndarray = field(default_factory=nothing(0, 2, dtype=np.int64))
-    # i64 [n] sequences that ended: free the columns that ``keep`` saved for them
+    # i64 [n] ids of sequences that ended: free the columns that ``keep`` saved for them
     forget: np.ndarray = field(default_factory=nothing(dtype=np.int64))
     # i32 [n, 2] (slot, token id): tokens that the host chose
     token: np.ndarray = field(default_factory=nothing(0, 2))
     # i64 [n, 6] (tier, group, block, ticket, key as two numbers): blocks to store in a tier (``core.mover``).  The last
     # group are recurrent states, by index; group -1 removes the page of a key.
     store: np.ndarray = field(default_factory=nothing(0, 6, dtype=np.int64))
-    # i64 [n, 3] (group, block, ticket): loaded pages to write to blocks; group -1 releases a ticket
+    # i64 [n, 3] (group, block, id of a loaded page): write loaded pages to blocks; group -1
+    # releases a page instead
     fill: np.ndarray = field(default_factory=nothing(0, 3, dtype=np.int64))
-    # i32 [n, 2] (place, number): loaded adapters to copy to places on the device; place -1 frees the adapter's host
-    # memory
+    # i32 [n, 2] (place, number of an adapter): copy loaded adapters to places on the device; place
+    # -1 frees the adapter's host memory instead
     adapter: np.ndarray = field(default_factory=nothing(0, 2))
     # i32 [n, 6] (number of an image, bytes of its values, bytes of a value, shape of 3 numbers): compute the features
     # of the image from its values, the next bytes of ``pixels``.  A value of 4 bytes is f32, one of 1 byte u8.  Without
@@ -118,7 +126,7 @@ class Delta:
     compact: np.ndarray = field(default_factory=nothing(0, 5))
     # i32 the blocks that hold the stored tokens of each row of ``compact``, concatenated
     sources: np.ndarray = field(default_factory=nothing())
-    # i32 rows of ``compact`` to return in ``StepResult.kept``
+    # i32 indices of the rows of ``compact`` whose kept tokens are returned in ``StepResult.kept``
     kept: np.ndarray = field(default_factory=nothing())
 
 
@@ -142,14 +150,17 @@ class StepPlan:
     slots: np.ndarray  # i32 [R]
     q_len: np.ndarray  # i32 [R]
     computed: np.ndarray  # i32 [R] computed tokens of the row before this step, as the host expects
-    samples: np.ndarray  # i32 [N] rows that draw a token
-    # log-probabilities to return: -1 none, 0 of the chosen token, k also of the k best tokens
+    samples: np.ndarray  # i32 [N] indices of the rows that draw a token
+    # Which log-probabilities to return: -1 none, 0 of the chosen token, k also of the k best
+    # tokens.
     topk: int = -1
     # i32 indices into ``samples`` whose mask arrives later, by ``Executor.supply``
     late: np.ndarray = field(default_factory=nothing())
-    # i32 indices into ``samples`` whose logits are returned to the host
+    # i32 indices into ``samples`` of the rows whose logits are returned to the host, which chooses
+    # their tokens
     host: np.ndarray = field(default_factory=nothing())
-    # i32 indices into ``samples`` that draw no token; the host chooses one from their log-probabilities
+    # i32 indices into ``samples`` of rows that draw no token: a beam search on the host chooses one
+    # from their log-probabilities
     held: np.ndarray = field(default_factory=nothing())
     # i32 [P, 2] (row, count): return the log-probabilities of prompt tokens.  Each of the first ``count`` tokens
     # of the row is followed by a prompt token, and that token is scored.
@@ -157,26 +168,29 @@ class StepPlan:
     prompt_topk: int = 0  # number of best tokens to return for each scored prompt token
     # i32 [R] 1, 2 ... for the drafts of a row, 0 for other rows; empty if the step has no drafts
     draft: np.ndarray = field(default_factory=nothing())
-    # i32 [R] by how much ``computed`` of a row may be too large, because the accepted drafts of steps in flight are not
-    # known yet; the device's lengths count.  Empty if ``computed`` is exact.
+    # i32 [R] The number by which ``computed`` of a row may be too large, because the accepted
+    # drafts of steps in flight are not known yet; the device's lengths count.  Empty if
+    # ``computed`` is exact.
     slack: np.ndarray = field(default_factory=nothing())
     delta: Delta = NO_CHANGE
     # i32 [n, 2] indices into ``samples``: a row and its guide (see ``strategy.Guide``).  The guide gets the token
     # that the row draws.
     guided: np.ndarray = field(default_factory=nothing(0, 2))
-    # f32 [n] ``Guide.scale`` of each pair in ``guided``
+    # f32 [n] scale (``Guide.scale``) of each pair in ``guided``
     scale: np.ndarray = field(default_factory=nothing(dtype=np.float32))
     # i32 [n, 3] (number of a point in ``Capacity.taps``, row, first), sorted: return the values of the point for
     # the row's tokens of this step, from number ``first`` on.  The point "logits" has values only for tokens that
     # draw or that ``prompt`` scores.
     taps: np.ndarray = field(default_factory=nothing(0, 3))
-    # i32 [k] points at which a vector is added to at least one row of the step (``Join.steer``), ascending
+    # i32 [k] numbers of the tap points at which a vector is added to at least one row of the step
+    # (``Join.steer``), ascending
     steered: np.ndarray = field(default_factory=nothing())
     # i32 [n, 3] (row, first, count): return the sum of the hidden states of ``count`` tokens of the row, from its
     # number ``first`` in this step on.  Hidden states are the input of the output layer.  These rows draw nothing.
     pooled: np.ndarray = field(default_factory=nothing(0, 3))
-    # i32 [n, 3] (row, count, more): keep the queries of the last ``count`` tokens of the row for the next
-    # ``Delta.compact`` of its slot, in addition to those of earlier steps if ``more`` is 1, else in their place
+    # i32 [n, 3] (row, count, more): keep the queries of the last ``count`` tokens of the row for
+    # the next compression of its slot (``Delta.compact``), in addition to those of earlier steps if
+    # ``more`` is 1, else in their place
     observe: np.ndarray = field(default_factory=nothing(0, 3))
     # i32 [n] rows whose tokens are all of the prompt: add the attention of their queries to the attention sums of
     # their slots (see ``interfaces.compressor``)
@@ -231,14 +245,15 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class StepError:
-    """A failure, returned as a value.
+    """A failure in a step, returned as a value and not raised.
 
     ``scope`` is "rows" (these rows have FAILED in their flags), "step" (no row of the step has a result), "device" (the
     device state of all rows may be wrong, so every running sequence ends) or "drafts" (the step runs without drafts).
     """
 
     scope: str
-    plugin: str  # the plug-in that failed, such as "processor minivllm/penalties"; "" if unknown
+    # name of the plug-in that failed, such as "processor minivllm/penalties"; "" if unknown
+    plugin: str
     message: str
     rows: tuple[int, ...] = ()  # indices into ``samples``
 
@@ -264,7 +279,7 @@ NO_FORM = StepForm()
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one step, N = len(plan.samples)."""
+    """The result of one step, with N = len(plan.samples) drawn tokens."""
 
     id: int
     slots: np.ndarray  # i32 [N]
@@ -274,12 +289,13 @@ class StepResult:
     count: np.ndarray
     flags: np.ndarray  # u8 [N]
     logprobs: LogProbs | None = None
-    # the ids of scored prompt tokens; N is the sum of the counts in ``plan.prompt``
+    # The log-probabilities of scored prompt tokens; N is the sum of the counts in ``plan.prompt``.
     prompt: LogProbs | None = None
-    logits: np.ndarray | None = None  # f32 [len(plan.host), V] processed logits of ``plan.host``
+    # f32 [len(plan.host), V] logits of the rows in ``plan.host``, changed by processors and masks
+    logits: np.ndarray | None = None
     errors: tuple[StepError, ...] = ()
-    device_ms: float = 0.0  # milliseconds of computation on the device
-    # i32 number of drafts of each speculating row
+    device_ms: float = 0.0  # milliseconds that the device computed
+    # i32 [rows with drafts] number of drafts of each row that has any
     drafted: np.ndarray = field(default_factory=nothing())
     # f32 the values of ``plan.taps``, concatenated
     taps: np.ndarray = field(default_factory=nothing(dtype=np.float32))
@@ -288,13 +304,16 @@ class StepResult:
     # i32 for each row of ``Delta.kept``, and each layer of its group, the stored tokens [kv_heads, kept] that stay,
     # ascending; all in one dimension.  It is empty if the delta failed.
     kept: np.ndarray = field(default_factory=nothing())
-    # seconds of host time of each plug-in that the step ran, by plug-in
+    # Name of a plug-in -> seconds of host time that it took in the step.
     seams: Mapping[str, float] = field(default_factory=dict)
-    # number of each image that rows of the step read without its features -> why these are missing.  The KV of these
-    # rows is wrong, so their sequences end, also those that draw nothing in the step.
+    # Number of an image whose features rows of the step read although they are missing -> why they
+    # are missing.  The KV of these rows is wrong, so their sequences end, also those that draw
+    # nothing in the step.
     lost: Mapping[int, str] = field(default_factory=dict)
     form: StepForm = NO_FORM
-    shared: int = 0  # decoding rows that share prefixes, if the attention back end read these once
+    # count of decoding rows with a common prefix, if the attention back end read its KV once for
+    # all of them
+    shared: int = 0
 
     @property
     def failure(self) -> StepError | None:
@@ -303,10 +322,10 @@ class StepResult:
 
 
 def group_rows(draft: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (i64 [R] the row of the newest token of each row's sequence, the rows of newest tokens that have drafts).
+    """Return two arrays: for each row i64 [R], the row with the newest token of its sequence; and the rows with a
+    newest token that have drafts.
 
-    ``draft`` is ``StepPlan.draft``.
-    """
+    ``draft`` is ``StepPlan.draft``."""
     first = np.arange(len(draft)) - draft
     return first, first[draft == 1]
 
@@ -323,7 +342,7 @@ def with_drafts(slots: np.ndarray, drafts: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def rows_with_drafts(plan: StepPlan) -> np.ndarray:
-    """Return bool [rows of ``merged``]: which rows have drafts."""
+    """Return bool, one element for each row of ``merged(plan)``: whether the row has drafts."""
     heads = np.flatnonzero(plan.draft == 0) if len(plan.draft) else np.arange(len(plan.slots))
     return np.diff(np.append(heads, len(plan.slots))) > 1
 

@@ -24,7 +24,7 @@ API = (1, 0)
 class PredictorContext:
     """The arguments with which the engine constructs a predictor."""
 
-    max_model_len: int  # most tokens of a sequence
+    max_model_len: int  # largest number of tokens of a sequence
     max_num_seqs: int
     max_num_batched_tokens: int
     seed: int = 0  # the engine's seed
@@ -32,16 +32,17 @@ class PredictorContext:
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """A request whose answer is predicted."""
+    """What a predictor receives about a request whose answer length it predicts."""
 
     prompt: np.ndarray  # i32 [n] token ids; it must not be changed
-    max_out: int  # most tokens of the answer
-    client: int  # number of the client: the owner of a key on a server, else the tenant
-    number: int  # number of the request since the start of the engine
-    arrival: float  # seconds on the engine's clock
+    max_out: int  # largest possible number of tokens of the answer
+    # number that stands for the client: the owner of an API key on a server, else the tenant
+    client: int
+    number: int  # index of the request since the start of the engine
+    arrival: float  # time of arrival, in seconds on the engine's clock
     expected: int | None = None  # the client's ``expected_tokens``
-    session: int = 0  # number of the session (``session.SessionTurn``), 0 for none
-    # true length of the answer, in simulations of a trace; None if nobody has it
+    session: int = 0  # number that stands for the session (``session.SessionTurn``), 0 for none
+    # True number of tokens of the answer, in simulations of a trace; None otherwise.
     truth: int | None = None
 
 

@@ -18,41 +18,43 @@ API = (1, 7)  # 1.7: PartSource.groups
 
 @dataclass(frozen=True)
 class Shard:
-    """The place of this process in a tensor-parallel group of ``size`` processes."""
+    """Which part of a weight this process has: part ``rank`` of ``size``, in a tensor-parallel group."""
 
     rank: int = 0
     size: int = 1
 
 
 class PartSource(NamedTuple):
-    """The tensors of a checkpoint for one part of a module."""
+    """The tensors that a checkpoint has for one part of a module, such as q of a merged qkv layer."""
 
     name: str  # name in the checkpoint, such as "model.layers.3.self_attn.q_proj"
-    tensors: Mapping[str, tuple[tuple[int, ...], str]]  # parameter -> (shape, dtype such as "F16")
-    groups: int = 1  # row groups of a tensor with several parts, each with a share of every part
+    # parameter name -> (shape, dtype such as "F16")
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    # number of groups of rows in a tensor with several parts; each group has rows of every part
+    groups: int = 1
 
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """A module that owns a weight.  Sizes are those of *this process's share* after tensor-parallel slicing.
+    """A module that owns a weight.  Sizes are those of *the part in this process* after tensor-parallel slicing.
 
     A merged linear layer, such as q, k and v in one matrix, has several ``parts``: (name, output rows) in the order in
     which they are stacked.  A module of kind "experts" has the parts of expert 0 first, then those of expert 1
     ("0.gate", "0.up", "1.gate" ...), and equally many for each expert.  ``names`` maps parts to their names in the
-    checkpoint, where these are known.
-    """
+    checkpoint, where these are known."""
 
     name: str  # "layers.3.attn.qkv"
-    kind: str  # linear | embedding | lm_head | router | experts
+    kind: str  # kind of module: linear | embedding | lm_head | router | experts
     in_features: int
     parts: tuple[tuple[str, int], ...]
-    dtype: str  # torch dtype name of the activations
+    dtype: str  # name of the torch dtype of the activations
     device: str
     bias: bool = False
-    # None | "column" (outputs are split over processes) | "row" (inputs are split)
+    # How processes split the weight: None (not), "column" (each has some of the outputs) or "row"
+    # (some of the inputs).
     split: str | None = None
     shard: Shard = Shard()
-    experts: int = 0  # number of experts, for kind "experts"
+    experts: int = 0  # number of experts, for modules of kind "experts"
     # Number of neighbouring processes that hold the same share of a part.  It is above 1 for parts that are
     # split into fewer shares than there are processes, such as a few KV heads.
     copies: Mapping[str, int] = field(default_factory=dict, compare=False)
@@ -69,7 +71,7 @@ class ModuleInfo:
         return sum(n for _, n in self.parts)
 
     def share(self, part: str) -> Shard:
-        """Return the place of this process's share of a part among the distinct shares."""
+        """Return which of the distinct slices of a part this process has, and how many there are."""
         copies = self.copies.get(part, 1)
         return Shard(self.shard.rank // copies, self.shard.size // copies)
 
@@ -95,16 +97,15 @@ class StoredWeight(NamedTuple):
 
     weight: Tensor
     scale: Tensor | None = None  # f32
-    zero: Tensor | None = None  # f32; None means 8 for nibbles and 0 for bytes
-    group: int = 0  # number of inputs that share a scale; 0 means all inputs
+    zero: Tensor | None = None  # f32 zero points; None means 8 for nibbles and 0 for bytes
+    group: int = 0  # number of consecutive inputs that share a scale; 0 means all inputs
 
 
 class WeightScheme(ABC):
-    """The weight of one module.  The loader calls ``load`` once for each part of each parameter, and then ``finish``
-    once.
+    """Stores the weight of one module in some format and multiplies by it.  The loader calls ``load`` once for each
+    part of each parameter, and then ``finish`` once.
 
-    ``tensors`` holds the tensors on the device.  Memory accounting and the state dict read it.
-    """
+    ``tensors`` holds the tensors on the device.  Memory accounting and the state dict read it."""
 
     tensors: dict[str, Tensor]
     # Whether apply(c * x) equals c * apply(x).  If so, the engine may apply the factor of a norm after the product.
@@ -127,10 +128,9 @@ class WeightScheme(ABC):
         device, and is not changed.  ModelError if its shape is wrong."""
 
     def slice(self, param: str, tensor: Tensor, split: str | None, shard: Shard) -> Tensor:
-        """Return this process's share of a complete checkpoint tensor.
+        """Return the slice of a complete checkpoint tensor that belongs to this process.
 
-        The default cuts a weight [out, in] by rows if ``split`` is "column", and by columns if it is "row".
-        """
+        The default cuts a weight [out, in] by rows if ``split`` is "column", and by columns if it is "row"."""
         if split is None or shard.size == 1:
             return tensor
         return tensor.chunk(shard.size, dim=0 if split == "column" else 1)[shard.rank]
@@ -199,8 +199,8 @@ class Quantizer(ABC):
 
     def __init__(self, options: Any, checkpoint: Mapping[str, Any] | None = None) -> None:
         self.options = options
-        self.checkpoint = checkpoint  # ``quantization_config`` of config.json, or None
-        self.notes: list[str] = []  # messages for the user, read after everything is loaded
+        self.checkpoint = checkpoint  # the value of ``quantization_config`` in config.json, or None
+        self.notes: list[str] = []  # messages for the user, read after all weights are loaded
 
     @abstractmethod
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:

@@ -19,9 +19,9 @@ API = (1, 0)
 class RouterContext:
     """The arguments with which a server constructs a router."""
 
-    replicas: int  # number of replicas, whose numbers are 0, 1, ...
-    block: int = 16  # tokens of a block key
-    blocks: int = 1 << 16  # blocks of the KV cache of one replica
+    replicas: int  # number of replicas; they are numbered 0, 1, ...
+    block: int = 16  # number of tokens for which there is one block key
+    blocks: int = 1 << 16  # number of blocks in the KV cache of one replica
 
 
 @dataclass(frozen=True)

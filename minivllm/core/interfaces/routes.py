@@ -25,10 +25,10 @@ from minivllm.errors import RequestError, shown, suggest
 from minivllm.registration.parameters import is_whole
 
 NAME = "routes"
-DTYPES = ("uint8", "int16", "int32")  # dtypes of encoded routes, little-endian
+DTYPES = ("uint8", "int16", "int32")  # dtypes that encoded routes may have, little-endian
 OWN = -1  # marks a token and layer whose experts the router itself chooses
 MOST_EXPERTS = 32_767
-MOST_DIGITS = 9  # of the number of a layer
+MOST_DIGITS = 9  # largest number of digits of a layer number
 INT32 = 2**31 - 1
 
 
@@ -60,7 +60,7 @@ def decode_routes(value: Mapping[str, Any]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RouteParams:
-    """The use of expert routes by a request.
+    """How a request reads or controls which experts its tokens use.
 
     With ``read``, the output has ``routes``, and with ``counts`` it has ``route_counts`` [layers, experts]: the number
     of its tokens that used each expert.  ``pruned`` lists experts that no token of the request uses, in all layers as a
@@ -125,7 +125,7 @@ class RouteParams:
 
 
 def _numbers(values: Any) -> list[int] | None:
-    """Return a list of numbers of experts, or None if the value is not one."""
+    """Return ``values`` as a list of expert ids, or None if it is not a list of whole numbers."""
     if isinstance(values, (np.ndarray, range)):
         values = list(values)
     if not isinstance(values, (list, tuple)):
@@ -163,7 +163,7 @@ def _given(value: Any) -> np.ndarray:
     else:
         try:
             array = np.asarray(value)
-        except (TypeError, ValueError):  # lists of unequal length
+        except (TypeError, ValueError):  # lists of unequal length, or elements that are not numbers
             array = np.empty(0, object)
     if array.dtype.kind not in "iu" or array.ndim != 3 or not array.size:
         shape = f"{array.dtype} {list(array.shape)}"

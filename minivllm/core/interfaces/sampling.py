@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from .params import SamplingParams
 
-API = (1, 4)  # 1.1: Column.kept; 1.2: Spec.params; 1.3: bind_prompt; 1.4: Rows.own_logits
+# added in 1.1: Column.kept; in 1.2: Spec.params; in 1.3: bind_prompt; in 1.4: Rows.own_logits
+API = (1, 4)
 
 State = Mapping[str, "Tensor"]  # the columns of a plug-in on the device, by name
 
@@ -58,17 +59,17 @@ class Row:
 
 @dataclass
 class Rows:
-    """The N rows of a step that a processor or sampler works on, on the device."""
+    """The rows for which a processor or sampler is called in a step: N rows, as tensors on the device."""
 
     slots: Tensor  # i64 [N]
     # i64 [N] position of the token to draw, which is the number of tokens so far
     position: Tensor
     prompt: Tensor  # i64 [N] prompt length
     seed: Tensor  # i64 [N]
-    sample: Tensor  # i64 [N] number of the sample (branch) within its request
+    sample: Tensor  # i64 [N] index of the sample (branch) within its request
     variant: int  # bitwise or of the rows' variant bits
-    tokens: Tensor  # i32 [S, max_len] token history of each slot
-    max_position: int  # upper bound of ``position``, known on the host
+    tokens: Tensor  # i32 [S, max_len] token ids of each slot so far
+    max_position: int  # upper bound of ``position`` as a Python number
     # f32 [N, V] for ``apply`` of a processor that claims ``own_model``: the logits after the same tokens of
     # the second model, which the processor's option ``model`` names.  ``apply`` may overwrite them.
     own_logits: Tensor | None = None
@@ -121,7 +122,7 @@ class SamplingContext:
     max_model_len: int
     eos_ids: tuple[int, ...]
     batch_invariant: bool = False
-    fuse: bool = True  # False disables fused kernels, so that their effect can be measured
+    fuse: bool = True  # False disables fused kernels, for measurements of their effect
 
 
 class Processor(ABC):

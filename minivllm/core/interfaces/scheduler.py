@@ -19,42 +19,46 @@ import numpy as np
 
 from .predictor import StepWork
 
-# 1.1: SchedulerPolicy.figures; 1.2: QueueView.aborted; 1.3: facts of sessions; 1.4: preemptive
-# 1.5: SchedulerContext.step_ms
+# Additions by version: 1.1: SchedulerPolicy.figures; 1.2: QueueView.aborted; 1.3: facts of
+# sessions; 1.4: preemptive 1.5: SchedulerContext.step_ms
 API = (1, 5)
 
-# columns of ``QueueView`` with facts of sessions, and their values for a request without them
+# Columns of ``QueueView`` with facts about sessions -> the value for a request without such facts.
 ABSENT = {"session": 0, "turn": 0, "parent": 0, "next_s": np.inf, "deadline": np.inf, "budget": -1}
 
 
 @dataclass(frozen=True)
 class QueueView:
-    """Columns over some sequences.  Times are seconds on the engine's monotonic clock; lengths are tokens.
+    """Columns of numbers about some sequences, one element for each.  Times are seconds on the engine's monotonic
+    clock; lengths are numbers of tokens.
 
     The engine computes a column when it is first read.  Read the columns during the call; a view is invalid afterwards.
     """
 
-    id: np.ndarray  # i64 engine-wide number of the sequence
+    id: np.ndarray  # i64 number of the sequence, unique in the engine
     arrival: np.ndarray  # f64
     prompt: np.ndarray  # i32 prompt length
-    known: np.ndarray  # i32 prompt tokens and generated tokens, including tokens of steps in flight
+    # i32 number of prompt tokens and generated tokens, including those of steps in flight
+    known: np.ndarray
     computed: (
         np.ndarray
-    )  # i32 tokens whose keys and values are cached, including those of steps in flight
-    # i32 tokens of the cached prefix, in whole blocks; computed for the views of ``order`` only
+    )  # i32 number of tokens whose keys and values are computed, including those of steps in flight
+    # i32 Number of tokens of the cached prefix, in whole blocks; computed only for the views of
+    # ``order``.
     cached: np.ndarray
-    # i32 expected number of output tokens: the predictor's, else the request's expected_tokens, else max_out
+    # i32 Expected number of output tokens: the predictor's, else the request's expected_tokens,
+    # else max_out.
     predicted_out: np.ndarray
     max_out: np.ndarray  # i32 largest number of output tokens
     priority: np.ndarray  # i32, smaller is more urgent (as in vLLM)
-    tenant: np.ndarray  # i32 number of the tenant's name
+    tenant: np.ndarray  # i32 number that stands for the tenant
     ttft_due: np.ndarray  # f64 time at which the first token is due, inf means no target
     tpot_due: np.ndarray  # f64 time at which the next token is due, inf means no target
-    preempted: np.ndarray  # i32 number of preemptions
-    blocks: np.ndarray  # i32 number of blocks of all KV groups
+    preempted: np.ndarray  # i32 how often the sequence was preempted
+    blocks: np.ndarray  # i32 number of blocks that the sequence holds in all KV groups
     # i32 1 if the client aborted the sequence, else 0; set for the view of ``ended`` only
     aborted: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    # The facts of ``SessionTurn``, each of its type: i64, i64, i64, f64, f64, i32.
+    # The fields of ``SessionTurn`` as columns, of the types i64, i64, i64, f64, f64, i32.
     session: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     turn: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     parent: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -82,14 +86,16 @@ class Load:
 
     waiting: int  # waiting sequences
     running: int  # running sequences
-    prefilling: int  # running sequences whose prompt is not computed yet
-    free_blocks: int  # free and evictable blocks of the KV group that has the fewest
+    prefilling: int  # count of running sequences whose prompt is not computed yet
+    free_blocks: int  # count of free and evictable blocks, in the KV group with the fewest
     total_blocks: int
-    token_budget: int  # tokens that a step may compute
+    token_budget: int  # largest number of tokens that a step may compute
     oldest_wait: float  # seconds since the arrival of the oldest waiting request
-    # seconds until the next token of a running sequence with a target is due
+    # Seconds until the next token of a running sequence with a time target is due; the least of
+    # all.
     tpot_slack: float = np.inf
-    # blocks since the start that were evicted and soon computed again, of all KV groups
+    # Count of blocks, since the start and in all KV groups, that were evicted and soon computed
+    # again.
     evicted_needed: int = 0
 
 
@@ -117,7 +123,8 @@ class SchedulerContext:
     max_num_seqs: int
     max_num_batched_tokens: int
     block: int  # tokens per block
-    # the predictor's expected milliseconds of a step, None if they are unknown
+    # step_ms(work) returns the milliseconds that the predictor expects for a step, None if they are
+    # unknown.
     step_ms: Callable[[StepWork], float | None] = lambda work: None
 
 

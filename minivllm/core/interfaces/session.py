@@ -16,10 +16,11 @@ from minivllm.errors import RequestError, shown, suggest
 from minivllm.registration.parameters import is_whole
 
 NAME = "session"
-# kinds of the spans of a prompt; the number of a kind is its index + 1, and 0 means no span
+# Kinds of the spans (parts) of a prompt. The number of a kind is its index + 1, and 0 means no
+# span.
 SPAN_KINDS = ("system", "tool", "thought", "user", "other")
 MOST_SPANS = 4096
-LONGEST = 256  # characters of a name
+LONGEST = 256  # largest number of characters of a name
 INT32 = 2**31 - 1
 
 
@@ -118,11 +119,10 @@ class Session:
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """A request of a session, for evictors and schedulers.
+    """The facts about a request of a session, as evictors and schedulers receive them.
 
-    Names are numbers: positive 63-bit digests of the tenant, the salt and the client's name, so that equal names of
-    two tenants differ.  0 means that the client has named none.
-    """
+    Names are replaced by numbers: positive 63-bit digests of the tenant, the salt and the client's name, so that equal
+    names of two tenants differ. 0 means that the client has given no name."""
 
     session: int
     turn: int = 0

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-COPIES = 2  # copies of a row's state that may be requested at a time
-# in ``StepStates.behind``: the state does not belong to this row before this position
+COPIES = 2  # largest number of copies of a row's state that may be requested at a time
+# Value in ``StepStates.behind``: the state in this slot belongs to another sequence before this
+# position.
 UNUSABLE = -1
 
 
@@ -65,12 +66,14 @@ class StepStates:
     start: Tensor  # i32 [R] position of the first token; at 0 the state is zero
     behind: Tensor  # i32 [R] tokens before ``start`` that the state lacks, or UNUSABLE
     cu_q: Tensor  # i32 [R + 1] the tokens of row r are cu_q[r] to cu_q[r + 1] - 1
-    drafts: Tensor  # bool [R] the row has drafts: the state is stored as it is before ``start``
+    # bool [R] whether the row has drafts; then the state is stored as it is before ``start``
+    drafts: Tensor
     save_at: Tensor  # i32 [R, COPIES] positions at which the state is copied, -1 means none
     save_to: Tensor  # i64 [R, COPIES] indices of the states that get the copies
-    # called once behind the last layer: notes which tokens the states cover
+    # Called once after the last layer. It records which tokens the states cover.
     advance: Callable[[], None]
-    row: Tensor | None = None  # i64 [T] row of each token of a row; None means unknown
-    longest: int | None = None  # no row has more tokens; None means unknown
-    shortest: int | None = None  # no row has fewer tokens; None means unknown
+    # i64 [T] index of the row to which each token belongs; None means unknown
+    row: Tensor | None = None
+    longest: int | None = None  # largest number of tokens of a row, or more; None means unknown
+    shortest: int | None = None  # smallest number of tokens of a row, or less; None means unknown
     chunks: Any = None  # values that the kernels of long rows compute once for all layers

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .params import SamplingParams
 
-API = (1, 4)  # 1.2: ``reads`` is a set of names; 1.3: Spec.params; 1.4: Branch.guide
+API = (1, 4)  # changes: 1.2: ``reads`` is a set of names; 1.3: Spec.params; 1.4: Branch.guide
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Guide:
 
     scale: float
     prompt: Sequence[int] = ()  # token ids; if empty, the last token of the request's prompt
-    param: str = "prompt"  # the sampling parameter to name in error messages about this guide
+    # name of the sampling parameter that error messages about this guide mention
+    param: str = "prompt"
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ class BranchEnd:
 class Grown:
     """A live branch after a step, with the candidates for its next token."""
 
-    length: int  # number of generated tokens, without the candidates
-    # i32 [m] candidates, the likeliest first; of equally likely ones, the lower id comes first.  Stop ids are not
-    # among them before ``min_tokens`` tokens.
+    length: int  # number of generated tokens, not counting the candidates
+    # i32 [m] Candidates for the next token, the likeliest first; of equally likely ones, the lower
+    # id comes first.  Stop ids are not among them before ``min_tokens`` tokens.
     tokens: np.ndarray
-    logprobs: np.ndarray  # f64 [m] natural logarithms of their probabilities, finite
+    logprobs: np.ndarray  # f64 [m] natural logarithms of the candidates' probabilities, finite
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import numpy as np
 
 from minivllm.errors import RequestError, shown
 
-# the output of the head; it has a vector for each token that is drawn or scored (``prompt_logprobs``)
+# Name of the tap point at the output of the head. It has a vector for each token that is drawn or
+# scored (``prompt_logprobs``).
 LOGITS = "logits"
 # a tap with this name reads no tensor: it returns which tokens stay at each compression of a request
 # (``interfaces.compressor``)
@@ -42,7 +43,7 @@ class Tap:
 
     point: str
     read: bool = False
-    add: Any = None  # converted to f32 [width], or None
+    add: Any = None  # vector to add, converted to f32 [width], or None
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ def _vector(value: Any) -> np.ndarray:
         value = value.detach().cpu().double().numpy()
     try:
         array = np.asarray(value)
-    except (TypeError, ValueError):  # lists of unequal length, or objects that are not numbers
+    except (TypeError, ValueError):  # lists of unequal length, or elements that are not numbers
         array = np.empty(0, object)
     if array.dtype.kind not in "fiu" or array.ndim != 1 or not array.size:
         raise _refused("add", value, "one list of numbers, as many as the point is wide")
@@ -95,7 +96,8 @@ def _refused(name: str, value: Any, expected: str) -> RequestError:
 
 
 def by_point(lines: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield (number of a tap point, its rows, the first token to read of each) from ``StepPlan.taps`` i32 [n, 3]."""
+    """Yield (number of a tap point, rows that read it, first token that each row reads) from ``StepPlan.taps`` i32 [n,
+    3]."""
     changes = np.flatnonzero(np.diff(lines[:, 0])) + 1
     for begin, end in pairwise((0, *changes.tolist(), len(lines))):
         if begin < end:

@@ -35,9 +35,10 @@ class TokenizerBackend(ABC):
 
     library: Any = None
     bytewise: bool = False
-    # role in transformers, such as "eos_token" -> text of the token
+    # Role in transformers, such as "eos_token" -> text of the special token.
     special_tokens: Mapping[str, str] = {}
-    # name -> Jinja template, "default" for the one without a name; none means the templates of the directory
+    # Chat templates: name -> Jinja template, "default" for the one without a name; if empty, the
+    # templates of the directory are used.
     chat_templates: Mapping[str, str] = {}
 
     def __init__(self, options: Any, ctx: TokenizerContext) -> None:
