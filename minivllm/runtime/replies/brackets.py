@@ -103,18 +103,18 @@ class OpenString:
 
 
 def json_brackets() -> Brackets:
-    """Return the brackets of a JSON object."""
+    """Return a ``Brackets`` that finds the end of a JSON object."""
     return Brackets(JSON_OUTSIDE, {'"': JSON_INSIDE})
 
 
 def python_brackets() -> Brackets:
-    """Return the brackets of a call in Python whose first bracket has been read."""
+    """Return a ``Brackets`` that finds the end of a call in Python whose first bracket has been read."""
     inside = {quote: re.compile(rf"[{quote}\\]") for quote in ("'", '"')}
     return Brackets(PYTHON_OUTSIDE, inside, depth=1)
 
 
 def quoted_brackets(quotes: Sequence[str]) -> Brackets:
-    """Return the brackets of an object whose strings are enclosed in two ``quotes``."""
+    """Return a ``Brackets`` that finds the end of an object whose strings are enclosed in two ``quotes``."""
     either = "|".join(map(re.escape, quotes))
     inside = {quote: re.compile(either) for quote in quotes}
     inside['"'] = JSON_INSIDE

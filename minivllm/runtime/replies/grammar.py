@@ -111,7 +111,7 @@ def _head(calls: Calls) -> str:
 
 
 class _Lists:
-    """Writes lists of calls."""
+    """Writes the Lark rules for lists of calls."""
 
     def __init__(self, rules: Rules, functions: Sequence[Function], parallel: bool) -> None:
         self._rules, self._functions, self._parallel = rules, functions, parallel
@@ -201,7 +201,7 @@ def _spelled_text(
 
 
 class _Messages:
-    """Writes answers that are messages in channels."""
+    """Writes the grammars of answers that are messages in channels."""
 
     def __init__(self, rules: Rules, channels: Channels, functions: Sequence[Function]) -> None:
         if not set(channels.tags) <= rules.tokens.keys():

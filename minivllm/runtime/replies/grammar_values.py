@@ -65,7 +65,7 @@ class Choices:
 
 
 class Arguments:
-    """Writes the arguments of functions in the syntax of one spelling."""
+    """Writes the Lark expressions for the arguments of functions in the syntax of one spelling."""
 
     def __init__(self, rules: Rules, calls: Calls) -> None:
         self._rules, self._calls = rules, calls

@@ -199,7 +199,7 @@ class Helper:
 
 
 def main() -> NoReturn:
-    """Answer the engine's lines until it closes the pipe."""
+    """Receive lines with grammars from the engine and send the answers, until the engine closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C; this process ends when its pipe is closed
     signal.signal(STOP, signal.SIG_IGN)
     hello = json.loads(sys.stdin.buffer.readline())

@@ -18,8 +18,8 @@ LEAST = 256  # least number of tokens of a chunk, because smaller chunks cost mo
 SHARED_TURN = 0.05  # seconds that prompts may add to a step while requests of several owners are served
 # seconds for which steps stay short after several owners were served, because these are likely to return
 SHARED_FOR = 10.0
-SHARED_LEAST = {"cpu": 64}  # device -> tokens of a chunk while several owners are served
-SHARED_LEAST_ELSE = 512  # LEAST for accelerators with several owners, because fewer tokens take about the same time
+SHARED_LEAST = {"cpu": 64}  # device -> least number of tokens of a chunk while several owners are served
+SHARED_LEAST_ELSE = 512  # the least number on other devices, on which fewer tokens take about the same time
 FIRST = 32  # largest number of tokens of a step on a CPU before any step has been measured
 
 
