@@ -18,8 +18,8 @@ from . import tokenizer as tok
 from .muon import Optimizer
 from .net import SHAPES, Net, from_hf, hf_config, to_hf
 
-PART = 15_000_000
-HEADER = 100_000  # bytes that are reserved for the header of a part
+PART = 15_000_000  # largest size of a file in bytes
+HEADER = 100_000  # bytes that are reserved for the header of a part, which is one file of a checkpoint
 
 
 def save(folder: Path, net: Net, optimizer: Optimizer, facts: dict) -> None:

@@ -162,7 +162,7 @@ def number(rng: Random) -> int:
 
 
 def sums(rng: Random) -> TaskCase:
-    """Draw a case with two numbers of one to four digits to add.  Their order does not change the key."""
+    """Draw a case with two numbers of one to four digits to add.  The case's key is the same in both orders."""
     a = number(rng)
     b = number(rng)
     low, high = sorted((a, b))

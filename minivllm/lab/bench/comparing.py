@@ -72,7 +72,7 @@ class ComparedRuns:
         return result("compare", figures, states, self.settings, None, **more)
 
     def _against_first(self, i: int) -> dict[str, Paired | Shift]:
-        """Return the tests of configuration i against the first, by figure."""
+        """Return the statistical tests of configuration i against the first, by the key of the result."""
         first, other = (self.stored[row]["quality"] or {} for row in (0, i))
         tests: dict[str, Paired | Shift] = {**trials.against(self.runs[0], self.runs[i], self.metrics)}
         return tests | of_quality(first, other)

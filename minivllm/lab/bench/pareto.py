@@ -43,7 +43,10 @@ class Front:
             self.verdicts[0, j] = row["against_first"]
 
     def _compared(self, i: int, j: int, key: str) -> bool:
-        """Return whether the table compares this result of both rows with the first; it does not if clocks differ."""
+        """Return whether the result ``key`` of both rows i and j was compared with row 0.
+
+        It was not if a row's runs had other clock rates of the GPU.
+        """
         for row in (self.rows[i], self.rows[j]):
             verdict = row["against_first"].get(key, {})
             if str(verdict.get("says", "")).startswith("not compared"):

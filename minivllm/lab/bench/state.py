@@ -17,7 +17,7 @@ from minivllm.runtime.energy.counters import Meter, Nvml, Rapl, why
 from . import Result, Row
 from .statistics import percentile
 
-TICKS = os.sysconf("SC_CLK_TCK")  # unit of CPU time in /proc
+TICKS = os.sysconf("SC_CLK_TCK")  # units of CPU time in /proc per second
 LOOK = 0.05  # seconds between samples of the clock
 CLOCKS_ALIKE = 0.03  # largest relative difference of the clocks of runs that are compared
 REASONS = {

@@ -1,4 +1,7 @@
-"""Errors of the engine's values against transformers' values, and the first point beyond its bound."""
+"""Errors of the engine's values against transformers' values, and the first value of the model with too large an error.
+
+A point is a named value that is compared, such as the output of a layer's attention.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The points whose values are compared: the engine's tap points, and q and k behind their norms and rotary embedding.
+"""The points whose values are compared: the engine's tap points (named values of a model that users can read), and q
+and k behind their norms and rotary embedding.
 
 The ``token`` and ``fused`` points compare the engine with itself (see ``DESCRIPTIONS``).
 """

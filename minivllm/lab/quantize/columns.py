@@ -28,8 +28,8 @@ from .grid import CUTS, SHORTEST
 if TYPE_CHECKING:
     from .gptq import Weight
 
-MOST = 128  # columns of a block
-ROWS = 8  # of a program
+MOST = 128  # largest number of columns that a call of the kernel rounds
+ROWS = 8  # rows that a program of the kernel rounds
 HALF = {torch.float16: 1, torch.bfloat16: 2}  # dtype of scales -> the kernel's number; 0 for other dtypes
 
 

@@ -215,7 +215,7 @@ class Calibrator:
         self._begin_all(phase)
 
     def _begin_all(self, phase: str) -> None:
-        """Run turns until no request waits."""
+        """Run turns of the engine's loop until no request waits to be admitted."""
         while self.engine.planner.n_waiting:
             self.turn(phase)
 

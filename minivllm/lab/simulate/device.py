@@ -160,7 +160,10 @@ class Simulated(Counting):
             super().submit(plan)
 
     def _begin(self, plan: StepPlan) -> None:
-        """Compute a step whose rows need only tokens, with a third of the operations of ``Sim``."""
+        """Compute a step whose rows need only tokens.
+
+        It takes a third of the operations of the executor ``Sim``, which also serves masks, drafts, taps and so on.
+        """
         delta = plan.delta
         n = len(plan.slots)
         if len(delta.leave):

@@ -101,7 +101,7 @@ def drive(
                 clock.until(clock.now() + add_seconds)
         next_arrival = due[sent] if sent < n else None
         if leap(next_arrival):
-            continue  # a request may have arrived meanwhile
+            continue  # the clock has moved, so a request may have arrived
         worked = engine.step() if turn is None else turn()
         if engine.dead:
             raise EngineDeadError(engine.dead)

@@ -99,7 +99,7 @@ class _Design:
     limit: int
     parts: tuple[Sequence[Any], ...]
     matrix: Array
-    bends: Array  # the bends of lines, from ``_bends``
+    bends: Array  # from ``_bends``: its rows times the costs are the changes of slope of the broken lines
     error: float  # the error of the best costs
 
 

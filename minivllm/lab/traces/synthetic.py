@@ -44,7 +44,7 @@ class Synthetic:
     spread: float = 0.8
     depth: int = 3  # levels of the tree
     fan: int = 20  # number of children of a node
-    zipf: float = 1.2  # exponent; 0 chooses all children equally often
+    zipf: float = 1.2  # exponent of the choice among a node's children; 0 chooses all equally often
     node: int = 300  # tokens of a node, median
     longest: int = 16384  # largest number of tokens of a conversation, which ends before it
 

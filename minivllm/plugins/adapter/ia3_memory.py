@@ -1,11 +1,12 @@
-"""The memory of IA3.
+"""The memory of IA3, an adapter that multiplies the inputs and outputs of linear layers by factors.
 
     inputs[layer]   [places + 1, in]     factors of the inputs of a layer (``feedforward_modules``)
     outputs[layer]  [places + 1, out]    factors of its outputs
     y [T, out]  =  outputs[place] * (product(x * inputs[place]) + bias)
 
-Rows of adapters that do not change a layer are ones, and so is the last row, of tokens without an adapter.  The layer
-adds its bias later, so the bias times (factor - 1) is added to the product.
+A place is the slot of one loaded adapter, here the index of its row.  The row of an adapter that does not change the
+layer is ones, and so is the last row, for tokens without an adapter.  The layer adds its bias later, so the bias times
+(factor - 1) is added to the product.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _write(
         wk_a, wk_b = tl.load(k_norm + ia, mask=od < D // 2), tl.load(k_norm + ib, mask=od < D // 2)
     if EARLY:
         settle(PDL)
-    # released late, so that the programs of the decode kernel find all multiprocessors free (kernels.launch)
+    # the next kernel may start only now, so that its programs find all multiprocessors free (kernels.launch)
     release(PDL)
     if part * HB < QH + KH:
         is_q = head < QH

@@ -49,7 +49,7 @@ from .segments import (
 )
 
 LARGEST = 256 << 20  # size in bytes after which the next file is started
-DESCRIPTORS = 256  # largest number of open files; it is also at most a quarter of the limit of the process
+DESCRIPTORS = 256  # largest number of open files; also at most an eighth of the process's limit of descriptors
 FILES = 16  # the limit of the store is divided among at least this number of files
 IN_USE = 0.7  # share of the limit for pages in use; the rest are removed pages that wait for a file to be deleted
 # ABOUT: a file that describes the model for people; NAMED: the suffix of files with the keys of a named prefix

@@ -1,4 +1,4 @@
-"""Specs of the built-in stores of tiers."""
+"""Specs of the built-in KV stores, which keep KV blocks outside of the device's memory: CPU memory, disk."""
 
 from minivllm.registration.spec import Spec
 

@@ -12,7 +12,7 @@ import numpy as np
 from minivllm.core.interfaces.predictor import Predictor, StepWork
 
 FORGET = 0.995  # factor of the weight of all earlier steps when a new step is learned
-LEAST_STEPS = 8  # number of learned steps before a time is predicted
+LEAST_STEPS = 8  # number of steps to learn from before the first time is predicted
 RIDGE = 1e-9
 TINY = 1e-300  # keeps the equations solvable if a kind of work never occurred
 

@@ -164,7 +164,7 @@ class EightBits(PartLayout):
 
 
 class BitsAndBytes(CheckpointQuantizer):
-    """The quantizer for modules with a quantization state, or with ``SCB``."""
+    """The quantizer for modules with bitsandbytes' quantization state (4 bits) or its scales ``SCB`` (8 bits)."""
 
     method = "bitsandbytes"
     packed_by = (STATE + "nf4", "SCB")

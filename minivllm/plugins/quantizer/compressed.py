@@ -171,7 +171,7 @@ class FieldsLayout(PartLayout):
         return mine.t().float()
 
     def _outputs(self, words: Tensor) -> Tensor:
-        """Return fields u8 [groups, outputs] of words [W, groups]."""
+        """Return zero points u8 [groups, outputs], unpacked from words i32 [W, groups]."""
         bits = self.group.bits
         outputs = self.share.outputs
         across = len(words) == word_counts(outputs, bits)[0]

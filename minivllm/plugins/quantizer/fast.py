@@ -12,7 +12,7 @@ from torch import Tensor
 from minivllm.device.layers.linear import CAPTURED
 
 FP8 = torch.float8_e4m3fn
-GROUPS = (32, 64, 128)  # numbers of inputs per 4-bit scale that the kernels' tiles support
+GROUPS = (32, 64, 128)  # group sizes (inputs per scale of 4-bit weights) that the kernels support
 LEAST = {FP8: (8, 9)}  # lowest compute capability for which Triton supports a dtype; OTHERS is that of all other dtypes
 OTHERS = (8, 0)
 

@@ -80,7 +80,7 @@ def fit(w: Tensor, symmetric: bool, clip: bool) -> tuple[Tensor, Tensor, Tensor]
     w = w / torch.where(size > 0, size, 1)  # the squares of very small numbers would be 0
     middle = torch.zeros_like(size)
     half = 0.0
-    if not symmetric:  # the grid has as many points above the middle of a group as below
+    if not symmetric:  # the middle of a group's values becomes the middle of the codes
         middle = (w.amax(0) + w.amin(0)) / 2
         half = 0.5
         w -= middle

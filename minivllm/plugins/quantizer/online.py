@@ -141,8 +141,9 @@ class OnlineQuantizer(Quantizer):
 
 
 class SplitWeight(WeightScheme):
-    """A matrix whose parts (such as q, k and v) have several forms, with one product for each run of neighbouring parts
-    of a form.
+    """A matrix whose parts (such as q, k and v) are quantized differently.
+
+    Neighbouring parts that are quantized alike form a run, which is one product.
 
     The names of ``tensors`` begin with the first part of a run, such as "q.weight".
     """

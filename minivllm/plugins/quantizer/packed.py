@@ -66,7 +66,7 @@ class Share:
     columns: slice
     dtype: torch.dtype
     device: str
-    fused: bool = False  # whether the tensor of the checkpoint has the outputs of further parts
+    fused: bool = False  # whether the checkpoint's tensor also has other parts, as a tensor of q, k and v
 
     @staticmethod
     def of(m: ModuleInfo, part: str) -> Share:
