@@ -22,8 +22,9 @@ from typing import Any
 from minivllm.errors import brief, shown, suggest
 
 DEEPEST = 128  # largest number of nesting levels of a value; schemas for structured output may have a hundred
-DIGITS, BITS = 40, 133  # largest size of a whole number; no option needs more
-# ``_LONE`` finds JSON escapes of half a surrogate pair.  ``_ESCAPED`` is removed first: an escaped backslash.
+DIGITS, BITS = 40, 133  # largest size of a whole number in decimal digits and in bits; no option needs more
+# ``_LONE`` finds JSON escapes of half a surrogate pair.  ``_ESCAPED`` finds escaped backslashes, which are removed
+# before.
 _ESCAPED = re.compile(r"\\\\")
 _LONE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"

@@ -173,7 +173,8 @@ def _options(bill: JsonObject) -> Iterator[DiffNode]:
         follows = FOLLOWS.get(name, ())
         yield DiffNode(name, "options", value, wanted, left_open, follows, both=name == "run_ahead")
     if "kv_blocks" in used:
-        # Shown but not counted: unless the configuration sets it, it depends on the free memory at the start.
+        # the number of KV blocks is shown but not counted: unless the configuration sets it, it depends on the free
+        # memory
         yield DiffNode(
             "kv_blocks", "options", used["kv_blocks"], requested["num_kvcache_blocks"], counts=False, both=True
         )

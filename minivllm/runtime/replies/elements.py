@@ -27,7 +27,7 @@ class Literal:
     texts: tuple[str, ...]
 
     def read(self, text: str, at: int) -> int:
-        """Return the end of the element at a position, ``NO`` or ``PARTIAL``."""
+        """Return the end of the text at a position, ``NO``, or ``PARTIAL`` if more text may complete it."""
         found = NO
         for literal in self.texts:
             if text.startswith(literal, at):
@@ -61,7 +61,7 @@ class Word:
     open: bool = True
 
     def read(self, text: str, at: int) -> int:
-        """Return the end of the element at a position, ``NO`` or ``PARTIAL``."""
+        """Return the end of the word at a position, ``NO``, or ``PARTIAL`` if more text may complete it."""
         match = self.pattern.match(text, at)
         if match is not None and (match.end() < len(text) or not self.open):
             return match.end()
@@ -77,7 +77,8 @@ class Ahead:
     begun: re.Pattern[str]
 
     def read(self, text: str, at: int) -> int:
-        """Return the position, ``NO`` or ``PARTIAL``."""
+        """Return the position if the pattern matches there, ``NO``, or ``PARTIAL`` if more text may complete a
+        match."""
         if self.pattern.match(text, at):
             return at
         begun = self.begun.match(text, at)
@@ -91,7 +92,8 @@ class Followed:
     literal: Literal
 
     def read(self, text: str, at: int) -> int:
-        """Return the position, ``NO`` or ``PARTIAL``."""
+        """Return the position if one of the texts begins there, ``NO``, or ``PARTIAL`` if more text may complete
+        one."""
         end = self.literal.read(text, at)
         return at if end >= 0 else end
 

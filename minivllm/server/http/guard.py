@@ -127,7 +127,7 @@ class Guard:
                 logs.log.error("socket %s failed", request_id, exc_info=exc)
             if answer.begun:
                 raise  # uvicorn ends the connection
-            await receive()  # the handshake, which the error answers
+            await receive()  # receive the message of the handshake, which the error then answers
             await send_error(send, error, scope, "websocket.http.response")
         finally:
             path, ms = errors.printable(scope["path"], 128), 1e3 * (time.monotonic() - start)

@@ -197,7 +197,7 @@ class EngineClient:
         self._accepting[number] = accepted
         try:
             await accepted
-        except BaseException:  # refused, the engine died, or the caller was cancelled
+        except BaseException:  # the engine refused the request or died, or the caller was cancelled
             await stream.aclose()
             self._forget(stream)
             raise

@@ -70,7 +70,7 @@ class Forced:
     def __init__(self) -> None:
         self._left = ""
         self._in_call = False
-        self._depth = 0  # open brackets of the arguments so far
+        self._depth = 0  # number of open brackets of the arguments so far
         self._quoted = False  # whether the arguments so far end inside a string
 
     def feed(self, text: str, final: bool) -> list[Begun | Written | Ended]:
