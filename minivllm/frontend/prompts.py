@@ -164,7 +164,7 @@ def _read_text(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
         text, prompt = prompt, tokenizer.encode(prompt)
     try:
         array = np.asarray(prompt)
-    except ValueError:  # lists of unequal length
+    except ValueError:  # numpy refuses lists of unequal length
         array = np.empty(1, object)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise RequestError(

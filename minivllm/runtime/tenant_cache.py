@@ -25,7 +25,7 @@ class TenantCache(Generic[Value]):
         self.capacity = capacity
         self.bytes = 0
         self._kept: dict[str, OrderedDict[Hashable, tuple[Value, int]]] = {}  # tenant -> values, the oldest first
-        self._sizes: dict[str, int] = {}  # bytes of each tenant
+        self._sizes: dict[str, int] = {}  # tenant -> number of bytes of its values
 
     def __len__(self) -> int:
         return sum(map(len, self._kept.values()))

@@ -146,7 +146,7 @@ class Results:
 
     def __init__(self, paths: BatchFiles) -> None:
         self.ids: set[str] = set()
-        self.numbers: set[int] = set()  # lines without a custom_id
+        self.numbers: set[int] = set()  # numbers of the lines without a custom_id that have a result
         self.tally = Tally()
         if paths.resume and paths.target.exists():
             self._read(paths.target)

@@ -327,7 +327,7 @@ async def _watch(client: EngineClient) -> EngineDeadError:
         except EngineDeadError:
             if client.restarting:
                 continue
-            await asyncio.sleep(LOOK)  # meanwhile the streams receive the error
+            await asyncio.sleep(LOOK)  # in this time the streams receive the error
             return EngineDeadError(why)
 
 

@@ -62,7 +62,8 @@ def _of_file(file: str, changed_ns: int) -> Assigned:
     literals: Entries = {}
     for name, value in _assignments(tree.body, ""):
         begins[name] = COMPUTED if name in begins else _begins(value, literals, name)
-    for name in touched(tree, inside=False) & set(begins):  # such as a table that a loop of the module fills
+    # these names have a changed value, such as a table that a loop of the module fills
+    for name in touched(tree, inside=False) & set(begins):
         if not isinstance(literals.get(name), FIXED):
             begins[name] = COMPUTED
     reported = {name: value for name, value in literals.items() if begins[name] == LITERAL}

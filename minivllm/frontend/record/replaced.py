@@ -127,7 +127,8 @@ def _added(module: types.ModuleType, cls: type, code: dict[str, list[types.CodeT
         if not isinstance(thing, types.FunctionType) or f"{cls.__qualname__}.{name}" in code:
             continue
         origin = thing.__module__
-        generated = thing.__code__.co_filename.startswith("<")  # such as the methods of dataclasses
+        # generated code has no file, such as the methods of dataclasses
+        generated = thing.__code__.co_filename.startswith("<")
         if generated or origin == module.__name__ or origin in sys.stdlib_module_names:
             continue
         if origin.partition(".")[0] != module.__name__.partition(".")[0]:

@@ -79,7 +79,8 @@ class EnergyAccount:
         self._ended_at = 0.0
         self._begun: dict[int, float] = {}  # step in flight -> time of its start
         self._published = 0.0  # time of the last result
-        self._stays: dict[int, RequestJoules] = {}  # serial number of a row's slot -> joules of its request
+        # serial number of a stay (sequence in a slot) -> joules of its request
+        self._stays: dict[int, RequestJoules] = {}
         # id() of a request -> its joules; only requests with a weight outside the columns
         self._open: dict[int, RequestJoules] = {}
         self._waiting: list[tuple[RequestJoules, Callable[[], None]]] = []
@@ -168,7 +169,7 @@ class EnergyAccount:
         moved += self._weights / tokens * (1 if tokens == len(slots) else plan.q_len)
         moved *= seconds / moved.sum()
         current = self._serial[slots] == flight.serial
-        if not current.all():  # some slots belong to another stay by now
+        if not current.all():  # another sequence has entered some of the slots
             for serial, weight in zip(flight.serial[~current].tolist(), moved[~current].tolist(), strict=True):
                 self._add_weight(serial, weight)
             slots, moved = slots[current], moved[current]

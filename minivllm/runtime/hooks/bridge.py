@@ -36,7 +36,8 @@ class EngineHooks:
         manager.times = engine.clock.seams
         # id of a step in flight -> (its view, the row of its times in the engine's clock)
         self._planned: dict[int, tuple[PlannedStep, int]] = {}
-        self._published: list[tuple[PlannedStep, int, StepResult]] = []  # steps of this turn of the loop
+        # (view, row in the clock, result) of each step of this turn of the loop
+        self._published: list[tuple[PlannedStep, int, StepResult]] = []
         self._running = False
         events, listens = engine.events, manager.listens
         events.stats_asked.subscribe(self._add_figures)

@@ -22,8 +22,8 @@ class EngineView:
     model: str  # folder of the model
     device: str
     dtype: str
-    block: int  # tokens of a KV block
-    blocks: tuple[int, ...]  # KV blocks of each group
+    block: int  # number of tokens of a KV block
+    blocks: tuple[int, ...]  # number of KV blocks of each group
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -35,7 +35,7 @@ class RequestView:
     """An accepted request."""
 
     id: str
-    sequences: tuple[int, ...]  # numbers of the request's branches
+    sequences: tuple[int, ...]  # numbers of the sequences (branches) of the request
     prompt: np.ndarray  # i32 [n]
     params: Mapping[str, Any]  # all sampling parameters of the request by name
     arrival: float
@@ -46,9 +46,9 @@ class RequestEnd:
     """The end of a request."""
 
     reasons: tuple[str, ...]  # for each branch: stop, length, abort or error
-    tokens: tuple[int, ...]  # generated tokens per branch
-    cached_tokens: int  # prompt tokens found in the prefix cache
-    preempted: int  # preemptions of all branches together
+    tokens: tuple[int, ...]  # number of generated tokens of each branch
+    cached_tokens: int  # number of prompt tokens found in the prefix cache
+    preempted: int  # number of preemptions of all branches together
     scheduled: float | None  # time at which the request first left the queue
     first_token: float | None
     finished: float
@@ -61,7 +61,7 @@ class PreemptionView:
 
     request: str
     sequence: int
-    tokens: int  # tokens of the sequence that the host has
+    tokens: int  # number of tokens of the sequence that the host has
     times: int  # number of preemptions of the sequence, including this one
 
 
@@ -85,9 +85,9 @@ class PlannedStep:
 
     id: int
     sequence: np.ndarray  # i64 [R]
-    q_len: np.ndarray  # i32 [R] tokens that the row computes
-    computed: np.ndarray  # i32 [R] tokens of the row that were computed before
-    drawn: np.ndarray  # i32 [N] rows that draw a token
+    q_len: np.ndarray  # i32 [R] number of tokens that the row computes
+    computed: np.ndarray  # i32 [R] number of tokens of the row that were computed before
+    drawn: np.ndarray  # i32 [N] indices of the rows that draw a token
 
     @property
     def rows(self) -> int:
@@ -112,16 +112,16 @@ class FinishedStep(PlannedStep):
     flags: np.ndarray  # u8 [N] EOS, STOP_ID, LENGTH, NAN, OVERSHOOT, FAILED (core.interfaces.plan)
     error: str | None  # error of a plug-in in the step
     time: float
-    plan_ms: float  # host time of planning, in the turn that planned the step
+    plan_ms: float  # host time of planning in ms, in the turn that planned the step
     submit_ms: float
-    wait_ms: float  # host time of waiting, in the turn that received the result
+    wait_ms: float  # host time of waiting in ms, in the turn that received the result
     publish_ms: float
     device_ms: float
     running: int
     waiting: int
     blocks_total: int
     blocks_free: int
-    blocks_cached: int  # blocks in the prefix cache that no request uses
+    blocks_cached: int  # number of blocks in the prefix cache that no request uses
     finished: int  # counter: requests
     generated: int  # counter: tokens
     preemptions: int  # counter

@@ -30,7 +30,7 @@ class ChannelReply:
         self._out = Output()
         self._buffer = ""
         self._header: list[str] | None = None  # the pieces of a header so far
-        self._size = 0  # characters of the header
+        self._size = 0  # number of characters of the header so far
         self._kind = ANSWER
         self._written: list[str] = []  # the arguments of the call so far
         self._tag_of = {mark: tag for tag, mark in context.marks.items()}

@@ -42,7 +42,7 @@ class DescribedReply:
         self._out = Output()
         self._buffer = ""
         self._at = 0  # the text before this position of the buffer has been read
-        self._read = 0  # characters before the buffer
+        self._read = 0  # number of characters of the answer before the buffer
         self._final = False
         self._fresh = bool(plan.first) and context.calls  # whether a call without a tag may begin here
         self._undecided = context.answer  # the content may be JSON
@@ -66,7 +66,7 @@ class DescribedReply:
         self._name = ""
         self._ends = 0  # index of the next of the form's ``ends``
         self._key = ""
-        self._count = 0  # arguments of the call so far
+        self._count = 0  # number of arguments of the call so far
         self._as_string = False  # whether the value is a string, which is returned piece by piece
         self._begun_value = False
         self._string: OpenString | None = None  # the strings of a JSON value, in which a closing tag is ordinary text

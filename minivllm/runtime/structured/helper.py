@@ -292,7 +292,7 @@ def try_out(plugin: Grammar, source: GrammarSource) -> None:
         if token in plugin.ctx.eos_ids:
             return
         if plugin.accept([matcher], [[token]])[0] != 1:
-            reason = plugin.fill([matcher], mask, [0]).get(0)  # such as a limit of the library
+            reason = plugin.fill([matcher], mask, [0]).get(0)  # the reason may be a limit of the library
             raise ValueError(reason or f"token {token} is allowed and then refused: a fault of the library")
 
 

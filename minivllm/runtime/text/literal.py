@@ -362,7 +362,7 @@ def without_spellings(backend: Any, tokens: Iterable[str]) -> tuple[Any, dict[st
     if "merges" in model:  # remove the merges that would make a special token
         pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
         model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
-    data["post_processor"] = None  # no added special tokens, because templates print them
+    data["post_processor"] = None  # no special tokens are added, because templates print them
     renamed = Backend.from_str(json.dumps(data))
     for token, name in names.items():
         if renamed.token_to_id(name) != backend.token_to_id(token):

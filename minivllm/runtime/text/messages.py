@@ -306,7 +306,7 @@ def _json(value: Any, at: str) -> str:
     """Return a value as JSON text.  RequestError for a value that JSON cannot express."""
     try:
         return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):  # another type, or a list that contains itself
+    except (TypeError, ValueError):  # a value of another type, or a list that contains itself
         raise _fail(at, f"={shown(value)}: expected text, numbers, booleans, null, lists and mappings") from None
 
 

@@ -278,7 +278,7 @@ def entry_of(
     rank = 0
     previous = math.nan
     for place, (other, value) in enumerate(zip(scores.top_ids[:most], scores.top, strict=False), 1):
-        if not value > -math.inf:  # NaN, or the first of the tokens without probability
+        if not value > -math.inf:  # NaN or minus infinity; the tokens after it have no probability either
             break
         if value != previous:
             rank = place

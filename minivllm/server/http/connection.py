@@ -133,7 +133,7 @@ class WatchedConnection(_Connection):
         read_little(transport, READ)
         self.flow = Flow(transport, self)
         self.since = self.loop.time()
-        self._come = 0  # bytes of a request's line and headers so far
+        self._come = 0  # number of bytes of a request's line and headers so far
         self._late = self.loop.call_later(self.header_seconds, self._close)
         self._answered: Any = None  # the request that is being answered; ``cycle`` is the newest request
         self._last: tuple[int, str] | None = None  # the last answer (status, text) of a connection that is ending

@@ -37,8 +37,8 @@ class SocketConnection(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, *args, **kwargs)
         self.close_timeout = PATIENCE
         self._held = _HELD.setdefault(server_state, Counter())
-        self._fragments = 0  # bytes of the complete frames of an incomplete message
-        # bytes of an incomplete message, including those of an incomplete frame, as counted in ``_held``
+        self._fragments = 0  # number of bytes of the complete frames of an incomplete message
+        # number of bytes of an incomplete message, including those of an incomplete frame, as counted in ``_held``
         self._kept = 0
         self._late: Any = None  # timer for an incomplete message
         self._failed = False  # whether the close frame with an error was sent; data that arrives is then dropped

@@ -41,7 +41,8 @@ class Gone(Exception):
 def dump(value: Any) -> bytes:
     """Return a value as compact JSON.  Half of a surrogate pair, which UTF-8 cannot hold, becomes "?"."""
     try:
-        return to_json(value)  # six times as fast as the json module, which matters for a chunk per token
+        # pydantic's to_json is six times as fast as the json module, which matters for a chunk per token
+        return to_json(value)
     except ValueError:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 

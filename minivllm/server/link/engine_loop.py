@@ -124,7 +124,7 @@ class EngineLoop(TurnLoop):
         self.stopping = False
         self.turned = time.monotonic()  # time at which the last turn began
         self.accepted = 0  # number of requests that the engine accepted; as many have finished once none runs
-        self.turns = 0  # turns with a frame
+        self.turns = 0  # number of turns with a frame
         self.own_seconds = 0.0  # seconds of commands and frames in the turns with a frame
         self.arriving: FairQueue[Frame] = FairQueue()  # new requests that have not been read
         budget = engine.planner.max_tokens

@@ -47,7 +47,7 @@ class Snapshots:
         self.engine = engine
         self._until = 0.0  # time.monotonic until which ended requests are kept
         self._ended: deque[tuple[int, Request]] = deque(maxlen=MOST_ENDED)
-        self._count = 0  # ended requests so far
+        self._count = 0  # number of ended requests so far
         engine.events.request_finished.subscribe(self._finished)
 
     def _finished(self, request: Request) -> None:

@@ -200,7 +200,7 @@ class Answer:
     routes: RouteParams | None = None  # set if the request reads or counts expert routes
     energy: bool = False  # whether the usage reports joules
     timed: bool = False  # whether the answer, or every chunk of a stream, has llama.cpp's timings
-    sent: int = 0  # tokens in the chunks of a stream so far
+    sent: int = 0  # number of tokens in the chunks of a stream so far
     # choice -> number of tokens of its reasoning; None for answers without reasoning
     thought: dict[int, int] | None = None
     created: int = field(default_factory=lambda: int(time.time()))

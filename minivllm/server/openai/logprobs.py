@@ -33,7 +33,7 @@ def _all(row: ScoredToken) -> list[Score]:
     """Return the chosen token of a row, then its most likely tokens with a probability above 0."""
     found = [(row.token, row.chosen)]
     for token, value in zip(row.top_ids, row.top, strict=True):
-        if not value > -math.inf:  # NaN, or the first of the tokens without probability
+        if not value > -math.inf:  # NaN or minus infinity; the tokens after it have no probability either
             break
         if token != row.token:
             found.append((token, value))
