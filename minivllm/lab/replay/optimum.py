@@ -49,7 +49,7 @@ class Optimum(Leaves):
 
 
 def uses_of(chains: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """Return the numbers of the chains that contain each key."""
+    """Return for each key the indices of the chains that contain it."""
     uses: dict[int, list[int]] = {}
     for i, chain in enumerate(chains):
         for key in chain:

@@ -149,7 +149,10 @@ class Calibrator:
     # ---- phases --------------------------------------------------------------------------------------------------
 
     def run(self, phase: str, seconds: float, points: Iterator[Point]) -> None:
-        """Run points for some seconds; the last one is finished."""
+        """Run the groups of requests ``points``, one after another, until some seconds have passed.
+
+        The group that is running then is finished.
+        """
         until = self.timer() + seconds
         for point in points:
             for prompt, output in zip(point.prompts, point.outputs, strict=True):

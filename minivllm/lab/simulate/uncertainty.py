@@ -17,7 +17,7 @@ from minivllm.plugins.executor.costs import CostTable
 LARGE = 0.2  # error of the check above which results are rough
 FEW = 20  # number of steps of the check below which its error is uncertain
 MOST = 0.9  # largest error that is used, for steps ten times as slow
-OWN_TIME = ("run_seconds", "run_cpu_seconds")  # figures of the simulator's own time, which have no band
+OWN_TIME = ("run_seconds", "run_cpu_seconds")  # results about the simulator's own time, whose error is not estimated
 
 
 @dataclass(frozen=True)

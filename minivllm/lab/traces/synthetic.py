@@ -37,7 +37,7 @@ class Synthetic:
     think: float = 60.0  # median time from a request's arrival to the next request of its conversation
     think_spread: float = 1.0
     known: float = 0.5  # share of the variance of this time's logarithm that the client knows (``Trace.next_s``)
-    single: float = 0.0  # share of conversations with a single request, whose clients send no facts of sessions
+    single: float = 0.0  # share of conversations with a single request, whose clients send no session data
     single_question: int = 2000  # median
     question: int = 200  # median
     answer: int = 200  # median

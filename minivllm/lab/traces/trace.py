@@ -56,7 +56,7 @@ class Trace:
         return replace(self, **columns, first=self.first[start : stop + 1])
 
     def session_of(self, i: int) -> Session | None:
-        """Return the facts of request i's session; None if it has none."""
+        """Return the id of request i's session and the time that the client expects to its next request, or None."""
         if not len(self.session):
             return None
         number = int(self.session[i])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ASIDE = 64  # tokens of a captured step up to which x A^T is computed on a second stream
 RESERVED = 512 << 20  # bytes of host memory that are allocated before the first load
-PLANS = 8  # plans of reads that are kept
+PLANS = 8  # number of ``ReadPlan`` that are kept for later adapters
 LEAST_RANK = 16  # the least rank in memory, since tensor cores multiply 16 columns at a time
 
 
@@ -55,7 +55,7 @@ class LinearAdapter:
         self.memory, self.place = memory, place
         self.rows = [info.rows[name] for name, _ in info.parts]
         self.a, self.b = place.views(memory.arena)
-        # products whose bits do not depend on the number of rows, by place on the device
+        # place (slot) of an adapter on the device -> its products whose bits do not depend on the number of tokens
         self.fixed: dict[int, tuple[FixedRows, list[FixedRows]]] = {}
         self.kernel: Any = None
         if memory.kernels:
@@ -125,8 +125,8 @@ class LoraMemory(AdapterMemory):
         # a second stream on which captured steps of few tokens compute x A^T next to the product of the layer
         self.aside: Any = None
         self._aside: Any = None
-        # the tokens of the step by adapter: a ``TokenGroups`` for the kernels; without them the places, each with the
-        # i64 numbers of its tokens, None for all tokens
+        # the tokens of the step by adapter: a ``TokenGroups`` for the kernels; without kernels a list of (place of the
+        # adapter, i64 indices of its tokens or None for all tokens)
         self.groups: Any = []
         self.changes = {name: LinearAdapter(self, model.layers[name].info, at) for name, at in self.places.items()}
 
@@ -213,7 +213,7 @@ def runs_kernels(device: Any) -> bool:
 
 
 def _groups_of(tokens: Tensor) -> list[tuple[int, Tensor | None]]:
-    """Return the adapters of a step on a CPU, each with the numbers of its tokens; None stands for all tokens."""
+    """Return (place of an adapter, indices of its tokens in the step or None for all tokens) for each adapter."""
     found = [place for place in tokens.unique().tolist() if place >= 0]
     if len(found) == 1 and bool((tokens >= 0).all()):
         return [(found[0], None)]

@@ -23,7 +23,7 @@ class SteeringMemory(AdapterMemory):
     """The vectors of all loaded adapters, at each of the chosen tap points (named tensors of the model)."""
 
     def __init__(self, model: AdaptedModel, places: int, patterns: Sequence[str]) -> None:
-        """Allocate the vectors of the points that match ``patterns``.  PluginError if there are none."""
+        """Allocate the vectors of the tap points whose names match ``patterns``.  PluginError if none matches."""
         self.model, self.none = model, places
         widths = {
             point: width

@@ -35,8 +35,8 @@ class TokenGroups(NamedTuple):
     """The tokens of a step by adapter, in tiles.
 
     ``rows`` i32 [tiles, tile] are the tokens of each tile, of which the first ``sizes`` i32 [tiles] are set.
-    ``adapters`` i32 [tiles] are the places of the adapters, and ``ranks`` i32 [tiles, layers] their ranks in each
-    layer.  Tiles without tokens have the size 0 and ranks of 0."""
+    ``adapters`` i32 [tiles] are the places (slots) of the adapters, and ``ranks`` i32 [tiles, layers] their ranks in
+    each layer.  Tiles without tokens have the size 0 and ranks of 0."""
 
     rows: Tensor
     sizes: Tensor
@@ -179,8 +179,8 @@ def _expand(
 class LoraProduct:
     """The product of the adapters of one layer.
 
-    a [places, parts, rank, in] and b [places, out, rank] are views of the arena.  ``number`` counts the layers with
-    adapters.  ``starts`` are the first outputs of the parts.
+    a [places, parts, rank, in] and b [places, out, rank] are views of the arena.  ``number`` is the index of the
+    layer among the layers with adapters.  ``starts`` are the first outputs of the parts.
     """
 
     def __init__(self, a: Tensor, b: Tensor, number: int, starts: Sequence[int]) -> None:
@@ -196,7 +196,7 @@ class LoraProduct:
     def _blocks(self, size: int, bounds: Sequence[int]) -> Tensor:
         """Return blocks of at most ``size`` outputs, i32 [blocks, 3].
 
-        A row has the number of the part, the first output of the block, and the end of its part, in units.
+        A row has the index of the part, the first output of the block, and the end of the part, in units of outputs.
         """
         blocks = []
         for part, (start, stop) in enumerate(itertools.pairwise(bounds)):

@@ -195,10 +195,10 @@ def _decode(
 ):  # fmt: skip
     """Compute a part of a row's attention.
 
-    WORDS means that keys and values are bytes and that ``v_cache`` has four in a word (``triton_bytes``); VS is in its
-    elements.  ROOM is not read.  It gives ``launch.keep_room`` its own variant.  SHARED means that ``_shared``, which
-    runs at the same time, computes the first tokens of rows.  It settled before it released, so only its partial sums
-    are waited for.
+    WORDS means that keys and values are bytes and that ``v_cache`` has four in a word (``triton_bytes``).  VS is the
+    size of a value in elements of ``v_cache``.  ROOM is not read; each value compiles a kernel of its own for
+    ``launch.keep_room``.  SHARED means that the kernel ``_shared``, which runs at the same time, computes the first
+    tokens of rows.  ``_shared`` waits for all earlier kernels before this one starts, so only its sums are waited for.
     """
     # wait before the release, because the merge and later layers read the entries without waiting
     if not EARLY and not SHARED:
@@ -328,7 +328,7 @@ def _merge(
     """
     release(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
-    # written before the first layer's ``_decode``, which settled before it released, so no wait is needed
+    # These were written before the first layer's ``_decode``, which waited for them before later kernels could start.
     entry, parts = tl.load(first + 2 * row), tl.load(first + 2 * row + 1)
     settle(PDL)
     if parts < 2:

@@ -90,7 +90,7 @@ def load_tile(
 def load_scales(
     k_scales, v_scales, page, key, head, low, end, KH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr
 ):
-    """Load the scales of keys and values f32 [N] as ``load_tile`` does."""
+    """Load the scales f32 [N] of the keys and values that ``load_tile`` loads."""
     if SCALED:
         inside = (key >= low) & (key < end)
         at = (page.to(tl.int64) * BLOCK + key % BLOCK) * KH + head

@@ -194,7 +194,8 @@ def _shared(
 ):  # fmt: skip
     """Compute the partial sums of an entry's rows over its chunk.
 
-    It settles before it releases, so ``_decode`` may read queries and the cache without waiting.
+    It waits for all earlier kernels before it lets ``_decode`` start, so ``_decode`` may read queries and the cache
+    without waiting.
     """
     settle(PDL)
     release(PDL)

@@ -35,8 +35,10 @@ class Pixtral(TowerEncoder):
     """Encodes an image as rows of merged patches.  The shape of the pixels is (channels, height, width)."""
 
     def facts_with(self, token: int) -> ImageFacts:
-        """Return the facts of a checkpoint with a tower of Pixtral.  ModelError without the tokens of its rows, and for
-        another text model than Mistral."""
+        """Return how a checkpoint with Pixtral's tower writes images in token ids, with the placeholder ``token``.
+
+        Raise ModelError if the tokenizer lacks the tokens that end a row or an image, or the text model is not Mistral.
+        """
         check_tower(self.whole, ("pixtral",))
         kind = self.whole.text_config.model_type
         if kind not in TEXT_MODELS:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class AllowedTokens(Processor):
-    """A processor that sets the logits of all other tokens to -inf.
+    """A processor that sets the logits of all tokens outside of a request's list to -inf.
 
     Column ``mask`` is i32 [S, ceil(V / 32)].  Bit t % 32 of word t // 32 allows token t, so the list may be as long as
     the vocabulary.  A row without a list has all bits set.

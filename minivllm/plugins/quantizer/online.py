@@ -158,7 +158,7 @@ class SplitWeight(WeightScheme):
         self._name()
 
     def _name(self) -> None:
-        """Collect the tensors of all runs under their names."""
+        """Collect the tensors of all runs of parts in ``tensors``."""
         self.tensors = {}
         for info, scheme in self.runs:
             first = info.parts[0][0]

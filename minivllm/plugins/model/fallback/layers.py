@@ -73,7 +73,7 @@ class Shared:
 
 
 class SharedPiece(Replaced):
-    """One matrix of a ``Shared`` product."""
+    """The module that replaces one of the matrices whose products with an input ``Shared`` computes together."""
 
     def __init__(self, shared: Shared, i: int) -> None:
         super().__init__()
