@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from .interfaces.executor import Capacity
 
 RESULT = {"tokens": np.dtype(np.int32), "count": np.dtype(np.int32), "flags": np.dtype(np.uint8)}
-ONE = np.ones(1, np.uint32)  # numpy compares with an array twice as fast as with a number
-MOST_FIGURES = 64  # largest number of figures of a plug-in
+# array, because numpy compares with an array twice as fast as with a number
+ONE = np.ones(1, np.uint32)
+MOST_FIGURES = 64  # largest number of counters that the method ``figures`` of a plug-in may return
 FIGURE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 SHAPES = ("mix", "prefill_first", "static")
 
 
 def whole(value: Any, low: int, high: int, what: str) -> int:
-    """Return a whole number from ``low`` to ``high``.  The value may be of Python or numpy, or a tensor with one
-    element.
+    """Return ``value`` as an int, if it is a whole number from ``low`` to ``high``; else raise ValueError.  It may be a
+    Python or numpy number, or a tensor with one element.
 
-    ``what`` begins the message of the error.
-    """
+    ``what`` is the beginning of the error message."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -68,12 +68,12 @@ def _array(value: Any, kinds: str, what: str) -> np.ndarray:
 
 
 def chosen_token(value: Any, vocab: int) -> int:
-    """Return the token that a ``choose_fn`` returned."""
+    """Return the token id that a request's function ``choose_fn`` returned, after a check."""
     return whole(value, 0, vocab - 1, "it chose token")
 
 
 def allowed_tokens(value: Any, vocab: int) -> np.ndarray:
-    """Return the ids i64 [n] that an ``allowed_tokens_fn`` returned."""
+    """Return the token ids i64 [n] that a request's function ``allowed_tokens_fn`` returned, after a check."""
     if not hasattr(value, "__len__") or not len(value):
         found = "no token" if hasattr(value, "__len__") else shown(value)
         raise ValueError(f"it allowed {found}; expected a list of ids 0 to {vocab - 1}")
@@ -89,7 +89,8 @@ def allowed_tokens(value: Any, vocab: int) -> np.ndarray:
 
 
 def bound(row: Any, columns: Mapping[str, Column]) -> Row | None:
-    """Return the result of ``bind`` with its values as arrays that fit their columns."""
+    """Return the Row that a processor's ``bind`` returned, with its values as arrays that fit the processor's columns;
+    None if it returned None."""
     if row is None:
         return None
     if not isinstance(row, Row):
@@ -124,7 +125,8 @@ def _fitting(name: str, value: Any, column: Column) -> np.ndarray:
 
 
 def figures(value: Any) -> dict[str, float]:
-    """Return the figures of a plug-in by name, as Python numbers."""
+    """Return the counters that the method ``figures`` of a plug-in returned, as Python numbers by name, after a
+    check."""
     if not isinstance(value, Mapping) or len(value) > MOST_FIGURES:
         expected = f"a mapping of at most {MOST_FIGURES} names to numbers"
         raise ValueError(f"its figures are {shown(value)}; expected {expected}")
@@ -143,7 +145,8 @@ def figures(value: Any) -> dict[str, float]:
 
 
 def window(policy: SchedulerPolicy) -> int:
-    """Return how many waiting sequences a policy receives.  PluginError if none would ever be admitted."""
+    """Return how many waiting sequences a scheduling policy wants to receive (its ``window``).  PluginError if it is
+    below 1."""
     if not isinstance(policy.window, int) or policy.window < 1:
         problem = f"scheduler {type(policy).__name__}: its window is {shown(policy.window)}"
         raise PluginError(f"{problem}; expected a whole number of waiting sequences, at least 1")
@@ -151,7 +154,7 @@ def window(policy: SchedulerPolicy) -> int:
 
 
 def key(value: Any) -> float:
-    """Return the sort key of one sequence."""
+    """Return the sort key of one sequence that a policy's method ``key`` returned, after a check."""
     found = _array(value, "fiu", "key() gave")
     if found.shape != (1,) or np.isnan(found[0]):
         raise ValueError(
@@ -161,7 +164,7 @@ def key(value: Any) -> float:
 
 
 def lane(value: Any) -> int:
-    """Return the lane of one sequence."""
+    """Return the number of the queue (lane) of one sequence that a policy's method ``lane`` returned, after a check."""
     found = _array(value, "iu", "lane() gave")
     if found.shape != (1,):
         raise ValueError(f"lane() gave {shown(value)}; expected an array of one whole number")
@@ -169,14 +172,15 @@ def lane(value: Any) -> int:
 
 
 def ordered(value: Any, n: int) -> Iterator[int]:
-    """Yield the indices that ``order`` returned.  Each is checked when it is used, because few of them are."""
+    """Yield the indices that a policy's method ``order`` returned.  Each is checked only when it is used, because
+    usually few of them are."""
     if not hasattr(value, "__len__") or len(value) > n:
         raise ValueError(f"order() gave {shown(value)}; expected at most {n} indices, each once")
     return (whole(i, 0, n - 1, "order() gave") for i in value)
 
 
 def shape(value: Any) -> StepShape:
-    """Return the result of ``shape``."""
+    """Return the StepShape that a policy's method ``shape`` returned, after a check."""
     if not isinstance(value, StepShape) or value.kind not in SHAPES:
         kinds = ", ".join(SHAPES)
         raise ValueError(f"shape() gave {shown(value)}; expected a StepShape of kind {kinds}")
@@ -201,7 +205,8 @@ def _number(value: Any) -> bool:
 
 
 def branches(value: Any, width: int, stepwise: bool) -> list[Branch]:
-    """Return the branches of a new request: at most ``width``, the reserved number, and exactly so many if stepwise."""
+    """Return the branches of a new request that a strategy's method ``start`` returned, after a check.  A stepwise
+    strategy must return exactly ``width`` of them, any other at most ``width``."""
     found = _listed(value)
     least = width if stepwise else 1
     if not all(isinstance(b, Branch) for b in found) or not least <= len(found) <= width:
@@ -217,7 +222,7 @@ def branches(value: Any, width: int, stepwise: bool) -> list[Branch]:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return the elements of a value, and an empty list if it has none."""
+    """Return the elements of ``value`` as a list; an empty list if it cannot be iterated over."""
     try:
         return list(value)
     except TypeError:
@@ -225,7 +230,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _guide(value: Any, stepwise: bool) -> None:
-    """Check the guide of a branch in a request with guides."""
+    """Raise ValueError unless ``value`` is a valid guide of a branch."""
     if not isinstance(value, Guide) or stepwise:
         expected = (
             "none in a stepwise strategy" if stepwise else "a Guide for each branch, or for none"
@@ -238,10 +243,9 @@ def _guide(value: Any, stepwise: bool) -> None:
 
 
 def answer(value: Any, samples: Collection[int], most: int) -> list[int]:
-    """Return the samples that a strategy's ``result`` chose as outputs, as whole numbers.
+    """Return the numbers of the samples that a strategy's method ``result`` chose as outputs, after a check.
 
-    ``samples`` are the numbers of the ended branches.  ``most`` is the largest number of outputs.
-    """
+    ``samples`` are the numbers of the ended branches.  ``most`` is the largest number of outputs."""
     order = [whole(i, 0, max(samples), "result() gave the sample") for i in _listed(value)]
     distinct = set(order)
     if not 1 <= len(order) <= most or len(distinct) < len(order) or not distinct <= set(samples):
@@ -251,7 +255,7 @@ def answer(value: Any, samples: Collection[int], most: int) -> list[int]:
 
 
 def score(value: Any) -> float:
-    """Return the score of a continuation."""
+    """Return the score that a beam search gave a continuation, after a check."""
     if not isinstance(value, (int, float, np.integer, np.floating)) or math.isnan(value):
         raise ValueError(f"a continuation has the score {shown(value)}; expected a number")
     return float(value)
@@ -261,18 +265,20 @@ def score(value: Any) -> float:
 
 
 def accepted(value: Any, tokens: Sequence[Sequence[int]]) -> list[int]:
-    """Return the result of ``accept``: how many of its ``tokens`` each matcher accepted."""
+    """Return how many of its ``tokens`` each grammar matcher accepted: the result of the plug-in's method ``accept``,
+    after a check."""
     if value is None or len(value) != len(tokens):
         raise ValueError(f"accept() gave {shown(value)} for {len(tokens)} matchers")
     every = [len(ids) for ids in tokens]
-    # A fast path for the usual case, because the device waits.
+    # fast path for valid results, because the device waits for them
     if type(value) is list and value == every and set(map(type, value)) <= {int}:
         return every
     return [whole(n, 0, len(ids), "accept() gave") for n, ids in zip(value, tokens, strict=True)]
 
 
 def stuck(value: Any, n: int) -> dict[int, str]:
-    """Return the result of ``fill``: the indices of the matchers (of n) that cannot go on, and a message for each."""
+    """Return the result of a grammar plug-in's method ``fill`` after a check: for each of the ``n`` matchers that
+    cannot continue, its index and a message."""
     if not isinstance(value, Mapping):
         expected = "a mapping of matchers that cannot go on"
         raise ValueError(f"fill() gave {shown(value)}; expected {expected}")
@@ -287,7 +293,7 @@ def stuck(value: Any, n: int) -> dict[int, str]:
 
 
 def _kept(found: StepResult, plan: StepPlan, capacity: Capacity) -> None:
-    """Raise ValueError unless ``StepResult.kept`` has the tokens of ``Delta.kept``."""
+    """Raise ValueError unless ``StepResult.kept`` has as many kept tokens as the plan's ``Delta.kept`` requests."""
     rows = plan.delta.compact[plan.delta.kept]
     size = sum(kept * sum(capacity.kept_heads[group]) for group, _, _, kept, _ in rows.tolist())
     if found.kept.shape != (size,) or found.kept.dtype != np.int32:
@@ -296,7 +302,8 @@ def _kept(found: StepResult, plan: StepPlan, capacity: Capacity) -> None:
 
 
 def result(found: Any, plan: StepPlan, capacity: Capacity) -> StepResult:
-    """Return the result of a step if it fits the plan, or if the step failed, because then its columns are not read."""
+    """Return the result of a step, after a check that its columns fit the plan.  The columns of a failed step are not
+    checked, because they are not read."""
     vocab = capacity.vocab_size
     if not isinstance(found, StepResult) or found.id != plan.id:
         other = f"step {found.id}" if isinstance(found, StepResult) else shown(found)

@@ -38,7 +38,8 @@ class Declaration:
 
 
 _chosen: dict[str, Declaration] = {}
-# the entries of all installed packages at the last reading, and the parameters that the external packages declare
+# What the last reading found: the entry points of all installed packages, and the request
+# parameters that external packages declare.
 _installed: tuple[tuple[Entry, ...], dict[str, Declaration]] | None = None
 
 
@@ -76,7 +77,7 @@ def names() -> set[str]:
 
 
 def readers(name: str) -> list[str]:
-    """Return the known plug-ins that read a parameter."""
+    """Return the names of the known plug-ins that read a request parameter."""
     plugins = (plugin for place in _known() if name in place for plugin in place[name].by)
     return list(dict.fromkeys(plugins))
 
@@ -123,7 +124,7 @@ def fault(kind: str, param: Param, taken: Callable[[str], bool]) -> str:
 
 
 def _known() -> tuple[Mapping[str, Declaration], ...]:
-    """Return the parameters that are known without importing another package, by source."""
+    """Return the request parameters that are known without importing another package, one mapping for each source."""
     return builtin(), _chosen, {} if _installed is None else _installed[1]
 
 

@@ -17,12 +17,13 @@ from typing import Any
 
 from minivllm.errors import MinivllmError, RequestError, describe_error
 
-# ``interrupt`` is the KeyboardInterrupt that this thread has yet to raise
+# In ``interrupt``, each thread stores a KeyboardInterrupt that it must raise later.
 _pending = threading.local()
 
 
 class Contained(Exception):
-    """Replaces an exception that is not an ``Exception``.  Each subclass has the name of the replaced class."""
+    """An ``Exception`` that replaces another exception, such as SystemExit.  Each subclass has the name of the replaced
+    class."""
 
 
 def contained(exc: BaseException) -> Exception:
@@ -52,7 +53,8 @@ def call_foreign(function: Callable[..., Any], *args: Any) -> Any:
 def refusal(exc: BaseException) -> MinivllmError:
     """Return the error for a client whose request was not accepted because of ``exc``."""
     if not isinstance(exc, Exception) and isinstance(exc.__context__, MinivllmError):
-        exc = exc.__context__  # the interrupt came after the request had been refused
+        # the KeyboardInterrupt came after the request had been refused for this reason
+        exc = exc.__context__
     return exc if isinstance(exc, MinivllmError) else RequestError(describe_error(exc))
 
 

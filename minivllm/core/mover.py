@@ -24,17 +24,19 @@ import numpy as np
 
 from .interfaces.kvstore import KEY_BYTES, KVStore
 
-QUEUE = 256 << 20  # bytes of pages that were read from a CPU and are not yet stored, at most
-KEPT = 4  # factor of this limit for a store that keeps the arrays of its pages
-READY = 2e-3  # seconds between two looks whether pages that leave a GPU are on the host
-RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
-DROP = -1  # KV group of a row of ``store`` that removes its page from the tier
+# limit of the bytes of pages that were read from a CPU device and are not stored yet
+QUEUE = 256 << 20
+KEPT = 4  # this limit is larger by this factor for a store that keeps the arrays of its pages
+READY = 2e-3  # seconds between two checks whether pages from a GPU have arrived on the host
+RELEASE = -1  # in a row of ``fill`` in place of the KV group: release the page of the ticket
+DROP = -1  # in a row of ``store`` in place of the KV group: remove the page from the tier
 BATCH = 32 << 20  # bytes of pages that are copied to the device together
 READ = 16 << 20  # bytes of pages that are read from the device together
-# longest time in seconds that a loaded page waits for the other pages of its batch, if their loads are fast
+# Seconds that a loaded page may wait for other pages, so that they are copied to the device
+# together.
 LINGER = 1e-3
-LOOK = 1.0  # idle time in seconds after which a store looks for pages of other processes
-CLOSING = 2.0  # seconds to wait for the threads at the end
+LOOK = 1.0  # after so many idle seconds, a store looks for pages that other processes have added
+CLOSING = 2.0  # seconds that the end of a mover waits for its threads
 log = logging.getLogger("minivllm")
 
 
@@ -55,13 +57,14 @@ class PageBatch(Protocol):
 
 
 class PageMemory(Protocol):
-    """The blocks of the KV groups on the device.  The recurrent states are the last group, if there are any."""
+    """The memory of the KV cache on the device, as the mover uses it: blocks of each KV group, and recurrent states as
+    the last group."""
 
-    page_bytes: list[int]  # bytes of a block of each group
-    queue: int  # bytes of pages that were read and that a store has not copied yet, at most
+    page_bytes: list[int]  # bytes of one block of each group
+    queue: int  # limit of the bytes of pages that were read and that a store has not copied yet
     # seconds to copy a byte to the device, measured at the start; None if it was not measured
     copy_seconds: float | None
-    written_bytes: int  # bytes and seconds of all finished copies to the device
+    written_bytes: int  # bytes and seconds of all finished copies from host to device
     written_seconds: float
 
     def read(self, group: int, blocks: Sequence[int]) -> PageBatch:
@@ -69,10 +72,9 @@ class PageMemory(Protocol):
         ...
 
     def stage(self, group: int, pages: Sequence[np.ndarray]) -> Sequence[Any]:
-        """Start the copies of loaded pages to the device, and return one object per page for ``write``.
+        """Start the copies of loaded pages to the device, and return one object for each page, which ``write`` accepts.
 
-        The threads of tiers call this while steps run.
-        """
+        The threads of tiers call this while steps run."""
         ...
 
     def arrived(self, page: Any) -> float | None:
@@ -103,11 +105,12 @@ class TierThread:
         self.expects = type(store).expect is not KVStore.expect
         self.news: dict[bytes, int] = {}
         self.faults = 0
-        # loaded pages that are not yet staged: KV group, ticket, page, seconds of the load
+        # Pages that were loaded and whose copies to the device have not begun: (KV group, ticket,
+        # page, seconds of the load).
         self.loaded: list[tuple[int, int, np.ndarray, float]] = []
-        self.lingers = 0.0  # time.monotonic() at which the first of these pages began to wait
+        self.lingers = 0.0  # time.monotonic() when the first of these pages was loaded
         self._loads: deque[Callable[[], None]] = deque()
-        # other work in order, each with the pages that must be on the host before
+        # Functions to call in order, each with the pages that must have arrived on the host before.
         self._others: deque[tuple[Callable[[], None], PageBatch | None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -130,7 +133,7 @@ class TierThread:
 
     @property
     def batch_is_full(self) -> bool:
-        """Return True if the loaded pages should be staged now."""
+        """Return True if the copies of the loaded pages to the device should begin now."""
         size = sum(page.nbytes for _, _, page, _ in self.loaded)
         late = time.monotonic() - self.lingers > LINGER
         return size >= BATCH or late or not self._loads
@@ -148,7 +151,7 @@ class TierThread:
         self._done(ticket, stored, size, time.monotonic() - begun)
 
     def get(self, key: bytes, size: int) -> np.ndarray | None:
-        """Return a page of ``size`` bytes, or None."""
+        """Load a page of ``size`` bytes from the store; None if it is missing or damaged."""
         try:
             page = self.store.get(key)
         except Exception as e:
@@ -160,7 +163,7 @@ class TierThread:
         return page
 
     def mark(self, ticket: int, name: str, keys: list[bytes] | None) -> None:
-        """Keep or forget a name."""
+        """Store or remove the name of a prefix, and report the ticket as done."""
         kept = False
         try:
             kept = bool(self.store.mark(name, keys))
@@ -169,7 +172,7 @@ class TierThread:
         self._done(ticket, kept, 0, 0.0)
 
     def expect(self, keys: list[bytes]) -> None:
-        """Send the keys of the next loads to the store."""
+        """Send the keys of the next loads to the store in advance, so that it can prepare them."""
         try:
             self.store.expect(keys)
         except Exception as e:
@@ -183,9 +186,9 @@ class TierThread:
             self.fault("drop", e)
 
     def fault(self, what: str, e: Exception) -> None:
-        """Count an exception, and log it if the count is a power of two."""
+        """Count an exception of the store, and log it if the count is a power of two."""
         self.faults += 1
-        if self.faults & (self.faults - 1) == 0:  # 1, 2, 4, 8 ...
+        if self.faults & (self.faults - 1) == 0:  # the count is 1, 2, 4, 8 ...
             log.warning(
                 "%s failed in %s (%d faults): %s", type(self.store).__name__, what, self.faults, e
             )
@@ -197,7 +200,7 @@ class TierThread:
         return {key.hex(): size for key, size in news.items()}
 
     def look(self) -> None:
-        """Note the pages that other processes have added."""
+        """Record the pages that other processes have added to the store."""
         try:
             found = self.store.look()
         except Exception as e:
@@ -207,7 +210,8 @@ class TierThread:
             self.news.update(found)
 
     def work(self) -> bool:
-        """Do the next piece of work, and return True; False if there is none, or its pages are not on the host yet."""
+        """Call the next function of the queue, and return True; False if there is none, or if its pages have not
+        arrived on the host."""
         piece = None
         with self._wake:
             if self._loads:
@@ -276,26 +280,26 @@ def _description(store: KVStore, queue: int) -> dict[str, Any]:
 
 
 def _keys_of(rows: np.ndarray) -> list[bytes]:
-    """Return the keys of rows of ``Mover.store``."""
+    """Return the page keys in rows of ``Mover.store``, where each is two numbers."""
     raw = rows[:, 4:].astype(">i8").tobytes()
     return [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
 
 
 class Mover:
-    """The stores of one worker, and the pages that were loaded from them."""
+    """The stores of one worker process, the threads that call them, and the pages that were loaded."""
 
     def __init__(
         self, stores: Sequence[KVStore], memory: PageMemory, identity: str, threaded: bool = True
     ) -> None:
         """Index the pages that the stores have.  Not ``threaded``: the caller runs ``TierThread.work``."""
         self.memory, self.identity = memory, identity
-        # ticket -> staged page, as ``PageMemory.stage`` returned it
+        # ticket -> loaded page, as ``PageMemory.stage`` returned it
         self._staged: dict[int, Any] = {}
-        # staged pages to report: ticket, bytes, seconds
+        # Loaded pages that are not reported yet: (ticket, bytes, seconds).
         self._moving: deque[tuple[int, int, float]] = deque()
         self._finished: list[tuple[int, int, int, int]] = []
         self._lock = threading.Lock()
-        # before the threads start, so that two threads never call a store at the same time
+        # called before the threads start, so that two threads never call a store at the same time
         self._described = [_description(store, memory.queue) for store in stores]
         self.tiers = [TierThread(store, self._done, threaded) for store in stores]
 
@@ -339,7 +343,7 @@ class Mover:
             batch = self.memory.read(group, blocks.tolist())
         except (
             Exception
-        ) as e:  # an error such as a lack of device memory loses these pages, but no step
+        ) as e:  # such as a lack of device memory: these pages are not stored, but the step runs
             for thread in dict.fromkeys(threads):
                 thread.fault("read", e)
             for ticket in tickets:
@@ -427,7 +431,7 @@ class Mover:
             pages: Sequence[Any] = [page for _, page, _ in of_group]
             try:
                 pages = self.memory.stage(group, pages)
-            except Exception as e:  # such as no memory on the device
+            except Exception as e:  # such as a lack of memory on the device
                 thread.fault("stage", e)
             with self._lock:
                 for (ticket, page, seconds), staged in zip(of_group, pages, strict=True):
@@ -449,7 +453,7 @@ class Mover:
             self._finished.append((ticket, 1, size, int((seconds + copy) * 1e6)))
 
     def close(self, seconds: float = CLOSING) -> None:
-        """End the threads.  A store that hangs is left behind."""
+        """End the threads.  A thread whose store hangs is left running."""
         end = time.monotonic() + seconds
         for thread in self.tiers:
             thread.close()

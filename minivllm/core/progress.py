@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-WEIGHTS, CAPTURES = "weights", "captures"  # stages; weights are counted in bytes
-INTERVAL = 0.1  # seconds between two reports that ``thinned`` passes on
+WEIGHTS, CAPTURES = "weights", "captures"  # stages of a start; the progress of weights is in bytes
+INTERVAL = 0.1  # ``thinned`` passes on at most one report in so many seconds
 
-Listener = Callable[[str, int, int], None]  # callback (stage, amount that is done, total amount)
+Listener = Callable[[str, int, int], None]  # callback (stage, amount done, total amount)
 T = TypeVar("T")
 _listeners: list[Listener] = []
 
@@ -30,7 +30,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def report(stage: str, done: int, total: int) -> None:
-    """Report to the newest listener that ``done`` of ``total`` are finished in a stage."""
+    """Call the newest listener with the progress of a stage: ``done`` of ``total``."""
     if _listeners:
         _listeners[-1](stage, done, total)
 

@@ -27,15 +27,16 @@ from .interfaces.plan import NO_FORM, StepForm
 
 PARTS = ("plan", "submit", "wait", "publish")
 PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
-MOST_FORMS = 4096  # the most forms that a clock counts; captures have a few hundred
+MOST_FORMS = 4096  # a clock counts at most so many forms of steps; there are usually a few hundred
 
 
 class StartTimes:
-    """The seconds that each part of a start took.  Time in an inner part counts for this part only."""
+    """Measures how many seconds each part of an engine's start takes.  Time in an inner part counts for this
+    part only."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._inner = 0.0  # seconds of the parts inside the current block
+        self._inner = 0.0  # seconds of the parts that were measured inside the present part
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
@@ -61,14 +62,14 @@ class StartTimes:
 
 
 class SeamTimes(dict[str, float]):
-    """Host seconds by seam (kind of plug-in), or by ``seam:plug-in`` for a seam with several plug-ins.
+    """Measures the host time of plug-ins: seconds by seam (kind of plug-in), or by ``seam:plug-in`` for a seam with
+    several plug-ins.
 
-    The time of a nested call counts for the inner seam only, so the times add up.  For one thread.
-    """
+    The time of a nested call counts for the inner seam only, so the times add up.  All calls must be on one thread."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._inner = 0.0  # seconds of the calls inside the current call
+        self._inner = 0.0  # seconds of calls that were made inside the present call
 
     def run(self, seam: str, call: Callable[..., Any], *args: Any) -> Any:
         """Call ``call(*args)`` and count its time under ``seam``.  Anything that it raises becomes an ``Exception``
@@ -112,7 +113,8 @@ def form_name(form: StepForm) -> str:
 
 
 class StepClock:
-    """The last ``size`` steps: start, seconds of each part and seam, device milliseconds, rows, tokens and form."""
+    """Stores the times of the last ``size`` steps: start, seconds of each part and seam (kind of plug-in), device
+    milliseconds, rows, tokens and form."""
 
     def __init__(self, size: int = 8192) -> None:
         self.size, self.count = size, 0
@@ -120,11 +122,14 @@ class StepClock:
         self.part = np.zeros((size, len(PARTS)))
         self.device_ms = np.zeros(size)
         self.rows, self.tokens = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        self.forms = {NO_FORM: 0}  # form of a step's layers -> its number in ``form``
+        # form (how the layers of a step ran) -> number that stands for it in the array ``form``
+        self.forms = {NO_FORM: 0}
         self.form = np.zeros(size, np.int32)
-        # seconds of plug-ins since the end of the last step; the time between two steps belongs to the later step
+        # Seconds of plug-ins since the end of the last step. Time between two steps belongs to the
+        # later step.
         self.seams = SeamTimes()
-        self.seam: dict[str, np.ndarray] = {}  # seam -> seconds [size]
+        # seam (kind of plug-in) -> seconds in each of the stored steps
+        self.seam: dict[str, np.ndarray] = {}
         # the current step
         self._begun = self._mark = self._device_ms = 0.0
         self._spent = [0.0] * len(PARTS)
@@ -138,7 +143,7 @@ class StepClock:
         self._form = 0
 
     def lap(self, part: int) -> None:
-        """Count the time since the last call for a part."""
+        """Add the time since the last call to the part with this number."""
         now = perf_counter()
         self._spent[part] += now - self._mark
         self._mark = now

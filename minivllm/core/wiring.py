@@ -1,10 +1,9 @@
-"""Convert a wiring to text and back, for worker processes.
+"""Convert a wiring (the resolved configuration of an engine) to JSON text and back, for worker processes.
 
     parent  wiring_to_json(resolved.wiring) ──► argv, a pipe, a socket ──► worker  wiring_from_json(text)
 
 A wiring is the result of ``config.resolve``.  Targets and options are data, so nothing is pickled; see
-``core.interfaces.executor.Wiring``.
-"""
+``core.interfaces.executor.Wiring``."""
 
 from __future__ import annotations
 
@@ -62,10 +61,10 @@ def wiring_from_json(text: str) -> Wiring:
 
 
 def _second_model(values: dict) -> DraftWiring:
-    """Return the wiring of a second model."""
+    """Return the configuration of a second model from its JSON values."""
     return DraftWiring(values["model_dir"], _parts(values["parts"]))
 
 
 def _parts(values: dict[str, dict]) -> dict[str, Part]:
-    """Return the plug-in of each seam."""
+    """Return the plug-in of each seam (kind of plug-in) from JSON values."""
     return {seam: Part(**part) for seam, part in values.items()}

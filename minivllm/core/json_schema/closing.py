@@ -24,9 +24,10 @@ INNER = (
     "propertyNames",
     "not",
 )
-# limit of the visited parts and names; an object that shares parts visits them repeatedly
+# Largest number of parts and names that are visited. An object with shared parts visits them
+# repeatedly.
 MOST_STEPS = 20_000
-MOST_ADDED = 256 << 10  # limit of the characters of added names
+MOST_ADDED = 256 << 10  # largest number of characters of all names that are added
 
 
 def closed(schema: Any) -> Any:
@@ -47,11 +48,10 @@ def schemas(root: Any) -> list[dict[str, Any]]:
 
 
 class _Closing:
-    """A schema and its nodes, which are the object schemas in it by the ``id`` of their dicts.
+    """The object schemas inside a schema (nodes), by the ``id`` of their dicts.
 
-    The parts of a node are the schemas directly inside it that describe the same value.  A node joins its parts if they
-    describe one object together.  Joining nodes may share parts.
-    """
+    The parts of a node are the schemas directly inside it that describe the same value.  A node *joins* its parts if
+    they describe one object together, as in ``allOf``.  Several joining nodes may have a part in common."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -80,12 +80,13 @@ class _Closing:
             for part in self.parts[id(node)]:
                 if isinstance(part, dict) and id(part) not in self.shared:
                     self.shared.add(id(part))
-                    # The parts of a shared part describe the same object, so the other nodes that use it must be closed
-                    # too.
+                    # A shared part describes one object for all nodes that use it, so all of them
+                    # must be closed.
                     joining += [part, *users[id(part)]]
 
     def close(self) -> None:
-        """Set ``additionalProperties`` to false in each outermost node, and add the names of its parts."""
+        """Set ``additionalProperties`` to false in each outermost joining node, and declare the property names of its
+        parts there."""
         added = 0
         changes: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
         for node in self.nodes.values():
@@ -107,7 +108,8 @@ class _Closing:
             node["additionalProperties"] = False
 
     def _missing(self, node: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, dict]:
-        """Return the names that the parts of a node declare and the node does not, by keyword."""
+        """Return the property names that the parts of a node declare and the node itself does not, by keyword of JSON
+        Schema."""
         missing: dict[str, dict[str, Any]] = {key: {} for key in DECLARE}
         for part in parts:
             required = _required(part)
@@ -154,7 +156,7 @@ def _joins(node: dict[str, Any]) -> bool:
 
 
 def _children(node: dict[str, Any]) -> Iterator[Any]:
-    """Yield the schemas of the properties and elements of a value."""
+    """Yield the schemas of the properties and of the elements of the value that a node describes."""
     for key in MAPS:
         yield from _map(node, key).values()
     for key in INNER:

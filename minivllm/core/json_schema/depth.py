@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-MOST_BYTES = 256 << 10  # largest size of a schema, regex or grammar as text
+MOST_BYTES = 256 << 10  # largest number of bytes of a schema, regular expression or grammar
 MOST_DEPTH = (
-    # largest nesting of a schema and of the groups of a regex, because libraries recurse over both
+    # Largest nesting depth of a schema, and of the groups of a regular expression; libraries
+    # recurse over both.
     100
 )
 
@@ -38,7 +39,7 @@ def value_depth(value: Any) -> int:
                 inner += v.values()
             elif isinstance(v, (list, tuple)):
                 inner += v
-            # A text of the largest size cannot hold so many values.
+            # more values than a text of the largest size can have
             if len(inner) > MOST_BYTES:
                 return MOST_DEPTH + 1
         depth += any(isinstance(v, (Mapping, list, tuple)) for v in level)

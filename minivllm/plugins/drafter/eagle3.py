@@ -20,14 +20,15 @@ from minivllm.plugins.model.llama import Llama
 from .mtp import MTP
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-# settings of config.json that only have the value true here
+# Settings of config.json that must be true, because other values are not implemented.
 NEEDED = ("use_aux_hidden_state", "use_last_layernorm", "use_input_layernorm_in_first_layer")
-LAYERS = ("midlayer.", "layers.0.")  # beginnings of the names of the layer's tensors
+LAYERS = ("midlayer.", "layers.0.")  # prefixes that the names of the layer's tensors may have
 SOURCES = {"hidden_norm": "hidden_norm", "input_layernorm": "layers.0.norm1"}
 
 
 class Eagle3(MTP):
-    """Drafts of a separate EAGLE-3 head, drawn with the noise of the row that they are for."""
+    """A drafter that uses the layers of a separate EAGLE-3 head.  It draws each draft with the random numbers that the
+    row will use for the same position."""
 
     @classmethod
     def head(cls, options: Any, files: HeadFiles, target: ModelArch, cfg: Any) -> Head:
@@ -75,7 +76,7 @@ class EagleArch(ModelArch):
             raise ModelError(f"draft_vocab_size={drafted} is a part of the vocabulary: expected a tensor d2t")
 
     def _drafted(self, cfg: Any) -> Any:
-        """Return the number of tokens of the output layer."""
+        """Return the number of tokens in the vocabulary of the head's output layer."""
         found = getattr(cfg, "draft_vocab_size", None)
         return cfg.vocab_size if found is None else found
 

@@ -22,18 +22,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROOT = "mtp."
-COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # keys of config.json with the layers of a head
+COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # keys of config.json for the number of layers of a head
 OWN = {"fc": "fc", "pre_fc_norm_embedding": "embedding_norm", "pre_fc_norm_hidden": "hidden_norm"}
 
 
 class MTP(ModelDrafter):
-    """Drafts of the checkpoint's own head, drawn with the noise of the row that they are for."""
+    """A drafter that uses the checkpoint's own prediction head.  It draws each draft with the random numbers that the
+    row will use for the same position."""
 
-    native = 1  # the native program of a head computes the same drafts
+    native = 1  # whether compiled CPU code can compute these drafts: 1 means a head of one layer
 
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
         tokens, count = super().propose(ask)
-        return tokens, count.where(ask.rows.position > 1, 0)  # the first token has no preceding states
+        # no draft for the first token, which has no preceding hidden state
+        return tokens, count.where(ask.rows.position > 1, 0)
 
     @classmethod
     def head(cls, options: Any, files: HeadFiles, target: ModelArch, cfg: Any) -> Head:
@@ -50,7 +52,8 @@ class PredictionArch(ModelArch):
         self.target, self.target_cfg = target, cfg
 
     def describe(self, cfg: Any) -> DecoderSpec:
-        """Return the table of the head.  ModelError if the model has no table, or if the head has several layers."""
+        """Return the description of the head's layers.  ModelError if the model has no such description, or if the head
+        has several layers."""
         if type(self.target).describe is ModelArch.describe:
             raise ModelError(f"the model {type(self.target).__name__} has no table of layers; use another drafter")
         for key in COUNTS:
@@ -78,9 +81,9 @@ class PredictionArch(ModelArch):
         rules = decoder_rules(replace(spec, names=names))
         mine = [rule for rule in rules if rule.source.startswith(ROOT)]
         mine += [Rule(ROOT + source, module) for source, module in OWN.items()]
-        # the model's own tensors, which the head shares
+        # Names of the model's tensors that the head uses too.
         others = [replace(rule, module=None) for rule in self.target.weights(self.target_cfg)]
-        # some checkpoints have copies of the tensors that the head shares with the model
+        # Some checkpoints contain a second copy of these tensors, which is ignored.
         return [*mine, Rule(ROOT + "embed_tokens", None), Rule(ROOT + "lm_head", None), *others]
 
 

@@ -31,7 +31,7 @@ class NGram(Drafter):
         length = history.shape[1]
         at = torch.arange(length, device=history.device)
         equal = torch.zeros_like(history, dtype=torch.int32)
-        alive = at < newest  # an occurrence that ends at ``at``, before the last token
+        alive = at < newest  # whether an earlier occurrence ends at ``at``
         for back in range(min(self.options.prompt_lookup_max, length - 1)):
             place = (newest - back).clamp_(min=0)
             last = history.gather(1, place)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext
 
-PLACES = 2048  # largest number of places of one text at which more than two tokens are compared
-END = -1  # follows each stored text; equal to no token
+PLACES = 2048  # of so many occurrences in a text, more than two tokens are compared
+END = -1  # value after each stored text; it differs from every token id
 NOWHERE, NOTHING = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
@@ -45,7 +45,7 @@ def places(text: np.ndarray, history: np.ndarray, most: int, stop: int) -> tuple
 
 
 class Texts:
-    """Token ids of earlier outputs by owner, ``most`` tokens in total; the oldest texts are dropped."""
+    """Stores the token ids of earlier outputs by owner, ``most`` tokens in total. The oldest texts are dropped."""
 
     def __init__(self, most: int) -> None:
         self.most, self.total = most, 0
@@ -78,11 +78,13 @@ class Texts:
 
 
 class Suffix(Drafter):
-    """Drafts the most frequent continuation of the longest end of a row in its history and in earlier outputs.
+    """A drafter that proposes the most frequent continuation of the last tokens of a row, in the row's own history and
+    in earlier outputs.
 
-    After each draft only the places that continue with this draft remain.  Drafting stops where the share of the places
-    that support all drafts so far falls below ``min_share``, or at ``drafts_per_match`` drafts for each matching
-    token.  Of equally frequent tokens, the one that occurred last in the history wins, then in earlier outputs."""
+    It uses the longest sequence of last tokens that has occurred before.  After each draft only the occurrences that
+    continue with this draft remain.  Drafting stops where the share of the occurrences that support all drafts so far
+    falls below ``min_share``, or at ``drafts_per_match`` drafts for each matching token.  Of equally frequent tokens,
+    the one that occurred last in the history wins, then in earlier outputs."""
 
     def __init__(self, options: object, ctx: DrafterContext) -> None:
         super().__init__(options, ctx)
@@ -91,13 +93,13 @@ class Suffix(Drafter):
     def learn(self, owner: int, tokens: np.ndarray, prompt: int) -> None:
         if len(tokens) <= prompt:
             return
-        # the end of the prompt is stored too, because it precedes the beginning of the output
+        # Stored with the end of the prompt, because it precedes the first tokens of the output.
         first = max(prompt - self.options.max_match, 0)
         self.texts.add(owner, tokens[first:])
 
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
         assert ask.owner is not None
-        found = np.zeros((len(ask.slots), ask.k + 1), np.int64)  # the drafts of each row, and the number of drafts
+        found = np.zeros((len(ask.slots), ask.k + 1), np.int64)  # for each row, its drafts and then their number
         for row, history in enumerate(ask.history):
             texts = self.texts.of(int(ask.owner[row]))
             drafts = self.continued(history, texts, ask.k)

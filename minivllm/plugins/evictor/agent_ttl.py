@@ -26,21 +26,22 @@ from minivllm.core.interfaces.session import SessionTurn
 from .leaves import LeafBlock, RankQueue
 from .sessions import SessionLeaves
 
-NEW = 0.5  # weight of the last pause of a session in the mean of its pauses
+NEW = 0.5  # weight of the newest pause of a session in the mean of its pauses
 
 
 @dataclass(slots=True)
 class Pause:
-    """The pause after the last turn of a session, in seconds of the engine's clock."""
+    """The pause of a session between its last turn and the next one, in seconds of the engine's clock."""
 
     begun: float
-    due: float = -math.inf  # expected time of the next turn; -inf if unknown
-    end: float = -math.inf  # end of the block's time to live
+    due: float = -math.inf  # time at which the next turn is expected; -inf if unknown
+    end: float = -math.inf  # time at which the time to live of the session's blocks ends
     mean: float | None = None  # mean of the session's pauses so far
 
 
 class AgentTtl(SessionLeaves):
-    """An evictor with a queue of kept and one of loose blocks, O(log n) per key.
+    """An evictor with two queues: blocks that are kept for a session's next turn, and loose blocks, which are evicted
+    first.  It takes O(log n) per key.
 
     Invariant: each block of ``kept`` has an entry in ``ends`` with its time ``LeafBlock.worth``; other entries are
     skipped."""
@@ -52,7 +53,7 @@ class AgentTtl(SessionLeaves):
         # a heap of (end of the time to live, unique number, block)
         self.ends: list[tuple[float, int, LeafBlock]] = []
         self.pushes = 0
-        self.expired = 0  # number of blocks whose time to live ended before their next use
+        self.expired = 0  # count of blocks whose time to live ended before they were used again
 
     def began(self, keys: np.ndarray, turn: SessionTurn) -> None:
         pause = self.pauses.get(turn.session)
@@ -75,7 +76,7 @@ class AgentTtl(SessionLeaves):
         del self.pauses[session]
 
     def rank(self, block: LeafBlock) -> int:
-        return 0  # loose blocks leave in order of release
+        return 0  # all equal, so that loose blocks are evicted in the order of their release
 
     def enqueue(self, block: LeafBlock) -> None:
         pause = self.pauses.get(block.mark)
@@ -118,9 +119,8 @@ class AgentTtl(SessionLeaves):
                 super().enqueue(block)
 
     def figures(self) -> Mapping[str, float]:
-        """Return figures of the evictor.
+        """Return counters of the evictor.
 
         ``kept`` is the number of evictable blocks with a time to live.  ``expired`` counts the blocks since the start
-        whose time to live was over before they were used again.  ``sessions`` is the number of known sessions.
-        """
+        whose time to live was over before they were used again.  ``sessions`` is the number of known sessions."""
         return {"kept": len(self.kept), "expired": self.expired, "sessions": len(self.pauses)}

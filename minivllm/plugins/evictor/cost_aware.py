@@ -29,23 +29,25 @@ from minivllm.core.interfaces.evictor import EvictorContext
 from .leaves import Ghosts, LeafBlock, Leaves
 
 CLASSES = 4
-PRIOR = 20.0  # weight of the chance of all classes together, in releases of a class
-LEAST = 1e-3  # least chance, since a class without reuse so far may be used again later
+# The estimated chance of a class is averaged with that of all classes, which has the weight of so many releases.
+PRIOR = 20.0
+LEAST = 1e-3  # least estimated chance, because a class that was never used again may be used later
 
 
 class CostAware(Leaves):
-    """An evictor by value, O(log n) per key.  ``LeafBlock.mark`` is the class at the last release."""
+    """An evictor that evicts the block of the least value, O(log n) per key.  ``LeafBlock.mark`` is the class (by
+    number of hits) at the last release."""
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)
         self.fade = options.horizon * ctx.capacity
-        self.ghosts = Ghosts(int(options.ghosts * ctx.capacity))  # hits x CLASSES + class
+        self.ghosts = Ghosts(int(options.ghosts * ctx.capacity))  # evicted keys, each with hits x CLASSES + class
         self.rests = [0] * CLASSES
         self.reused = [0] * CLASSES
-        self.bonus = [0.0] * CLASSES  # logarithm of the chance of each class, in releases
+        self.bonus = [0.0] * CLASSES  # logarithm of the chance of each class, expressed as a number of releases
 
     def chance(self, group: int) -> float:
-        """Return the estimated probability, ``LEAST`` to 1, that a block that becomes free in this class is used
+        """Return the estimated probability, from ``LEAST`` to 1, that a block which is released with this class is used
         again."""
         every = (sum(self.reused) + 1) / (sum(self.rests) + 2)
         chance = (self.reused[group] + PRIOR * every) / (self.rests[group] + PRIOR)
@@ -53,7 +55,8 @@ class CostAware(Leaves):
 
     def enqueue(self, block: LeafBlock) -> None:
         entry = block.stamp + self.fade * block.worth + self.bonus[block.mark]
-        while entry in self.queue.block_of:  # entries are unique; equal values are rare
+        # until the number is unique, because another block may rarely have the same value
+        while entry in self.queue.block_of:
             entry = math.nextafter(entry, math.inf)
         self.queue.push(block, entry)
 
@@ -84,7 +87,7 @@ class CostAware(Leaves):
         return super().victims(n)
 
     def _learn(self) -> None:
-        """Update the ranks that are assigned in this call from all uses that were counted so far."""
+        """Update the chances of the classes from all uses counted so far."""
         self.bonus = [self.fade * math.log(self.chance(group)) for group in range(CLASSES)]
 
     def released(self, block: LeafBlock) -> None:

@@ -9,7 +9,7 @@ from .leaves import LeafBlock, Leaves
 
 
 class Fifo(Leaves):
-    """An evictor in order of arrival, O(log n) per key.
+    """An evictor that evicts blocks in the order of their arrival, O(log n) per key.
 
     A simple queue is not enough, because a block must wait for its children, and becomes evictable (ripe) out of order.
     """

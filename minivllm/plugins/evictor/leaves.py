@@ -1,4 +1,4 @@
-"""Share the code of evictors that evict the ripe block of the least rank.
+"""The common code of evictors that compute a rank for each block and evict the ripe block with the smallest one.
 
 A block is *ripe* if no request holds it and it has no cached child.  Only ripe blocks may be evicted, so a parent
 becomes ripe when its last child is evicted.
@@ -18,7 +18,8 @@ import numpy as np
 
 from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
 
-STAMP_BITS = 40  # low bits of a queue's entry; enough for all releases of an engine's life
+# A queue entry is a number whose lowest so many bits are a release number, enough for an engine's life.
+STAMP_BITS = 40
 
 
 class LeafBlock:
@@ -43,14 +44,15 @@ class LeafBlock:
     def __init__(self, key: int, parent: LeafBlock | None, depth: int, size: int, cost: float, age: int) -> None:
         self.key, self.parent, self.depth = key, parent, depth
         self.size = size  # bytes
-        self.cost = cost  # number of tokens to recompute if this block and all blocks before it are lost
-        self.age = age  # number of the block's arrival
+        self.cost = cost  # number of tokens to compute again if this block and all blocks before it are lost
+        self.age = age  # serial number of the block's arrival
         self.hits = 0  # number of lookups that found the block
         self.children = 0  # cached children
         self.held = True
-        self.stamp = 0  # unique number of the last release; deeper blocks of a call have smaller numbers
-        self.entry: float | None = None  # position in a queue while the block is ripe, else None
-        self.mark = 0  # number that subclasses set and that ``worth`` reads
+        # unique number of the last release, growing; of the blocks of one call, deeper ones have smaller numbers
+        self.stamp = 0
+        self.entry: float | None = None  # number by which a queue is sorted, while the block is in one, else None
+        self.mark = 0  # a number that a subclass sets, and from which it computes ``worth``
         self.worth = 0.0
 
 
@@ -121,11 +123,11 @@ class Ghosts:
 
 
 class Leaves(Evictor):
-    """An evictor with the tree of cached blocks.
+    """Base class of evictors, with the tree of cached blocks.
 
-    A subclass defines the ``rank`` of a ripe block.  Among equal ranks the block that was released longest ago is
-    evicted first.  A rank is computed when a block becomes ripe, and stays until the block is held again.
-    """
+    A subclass defines the ``rank`` of a ripe block (one that may be evicted).  Among equal ranks the block that was
+    released longest ago is evicted first.  A rank is computed when a block becomes ripe, and stays until the block is
+    held again."""
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)
@@ -138,10 +140,10 @@ class Leaves(Evictor):
         raise NotImplementedError
 
     def came(self, block: LeafBlock) -> None:
-        """Handle a new block, which is held."""
+        """Do what a subclass needs for a new block, which is held."""
 
     def gone(self, block: LeafBlock) -> None:
-        """Handle a block that was evicted."""
+        """Do what a subclass needs for a block that was evicted."""
 
     # ---- the contract --------------------------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class Leaves(Evictor):
     def drop(self, keys: np.ndarray) -> None:
         for key in keys.tolist():
             block = self.blocks[key]
-            block.held = True  # held, so that the block does not become ripe when its children are removed after it
+            block.held = True  # so that the block does not become ripe when its children are removed after it
             self.unqueue(block)
             self._cut(block)
 
@@ -197,7 +199,7 @@ class Leaves(Evictor):
     # ---- for subclasses with more than one queue -----------------------------------------------------------------
 
     def released(self, block: LeafBlock) -> None:
-        """Handle a block that is no longer held.  It is called before ``rank``."""
+        """Do what a subclass needs for a block that is no longer held.  It is called before ``rank``."""
 
     def enqueue(self, block: LeafBlock) -> None:
         """Add a block that became ripe to the queue."""

@@ -9,7 +9,7 @@ from .leaves import LeafBlock, Leaves
 
 
 class Lfu(Leaves):
-    """An evictor by number of hits, O(log n) per key."""
+    """An evictor that evicts the block with the fewest hits, O(log n) per key."""
 
     def rank(self, block: LeafBlock) -> int:
         return block.hits

@@ -18,7 +18,7 @@ class Lru(Evictor):
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)
-        self.queue: dict[int, None] = {}  # free keys, oldest first
+        self.queue: dict[int, None] = {}  # keys of evictable blocks, the one released longest ago first
 
     def add(self, keys: np.ndarray, info: BlockInfo) -> None:
         """Do nothing, because added keys are held and therefore not in the queue."""

@@ -23,7 +23,7 @@ class S3FifoOptions(BaseModel):
 
 
 class TailLruOptions(BaseModel):
-    """The facts of sessions whose clients send none."""
+    """Values that sessions have whose clients send none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -12,7 +12,7 @@ from .leaves import LeafBlock, Leaves
 
 
 class PrefixDepth(Leaves):
-    """An evictor by depth, O(log n) per key."""
+    """An evictor that evicts the deepest block of a prompt first, O(log n) per key."""
 
     def rank(self, block: LeafBlock) -> int:
         return -(block.depth // self.options.band)

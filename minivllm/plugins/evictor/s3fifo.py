@@ -23,8 +23,8 @@ from minivllm.core.interfaces.evictor import EvictorContext
 
 from .leaves import Ghosts, LeafBlock, Leaves, RankQueue
 
-MOST = 3  # largest count, of two bits
-MAIN = 4  # added to the count in ``LeafBlock.mark`` of a block in the main queue
+MOST = 3  # largest count of hits, which two bits can hold
+MAIN = 4  # bit of ``LeafBlock.mark`` that is set for blocks in the main queue, above the count of hits
 
 
 class S3Fifo(Leaves):
@@ -38,7 +38,8 @@ class S3Fifo(Leaves):
         self.main = RankQueue()
         self.small = 0
         self.limit = options.small * ctx.capacity
-        self.returned = 0  # number of blocks that came back while their key was a ghost
+        # count of blocks that were cached again while their keys were stored as ghosts (evicted keys)
+        self.returned = 0
         self.ghosts = Ghosts(ctx.capacity - int(self.limit))
 
     def came(self, block: LeafBlock) -> None:

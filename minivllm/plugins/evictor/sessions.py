@@ -1,4 +1,4 @@
-"""Share the code of evictors that read facts of sessions."""
+"""The common code of evictors that use facts about sessions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from minivllm.core.interfaces.session import SessionTurn
 
 from .leaves import LeafBlock, Leaves
 
-LEAST = 64  # least number of sessions with a stored last turn, for small caches
+LEAST = 64  # the last turns of at least so many sessions are stored, also for small caches
 
 
 class SessionLeaves(Leaves):
-    """An evictor that keeps the last turn of recent sessions.
+    """Base class of evictors that store the last turn of recent sessions.
 
-    ``LeafBlock.mark`` is the number of the session that used the block last, 0 for none.
-    """
+    ``LeafBlock.mark`` is the number of the session that used the block last, 0 for none."""
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)
@@ -40,7 +39,7 @@ class SessionLeaves(Leaves):
         self.assign(keys, turn.session)
 
     def assign(self, keys: np.ndarray, session: int) -> None:
-        """Set the session of blocks, and rank the evictable (ripe) blocks among them again."""
+        """Record that blocks belong to a session now, and rank the evictable (ripe) blocks among them again."""
         for key in keys.tolist():
             block = self.blocks[key]
             block.mark = session
@@ -49,7 +48,7 @@ class SessionLeaves(Leaves):
                 self.enqueue(block)
 
     def forgot(self, session: int) -> None:
-        """Handle a session whose last turn is no longer kept."""
+        """Do what a subclass needs for a session whose last turn is no longer stored."""
 
     def turn_of(self, block: LeafBlock) -> SessionTurn | None:
         """Return the last turn of the session that used a block last; None if there is none."""

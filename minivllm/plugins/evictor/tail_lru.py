@@ -16,7 +16,7 @@ from .sessions import SessionLeaves
 
 
 class TailLru(SessionLeaves):
-    """An evictor by the budgets of sessions, O(log n) per key."""
+    """An evictor that evicts blocks first whose loss makes no request of their session late, O(log n) per key."""
 
     def rank(self, block: LeafBlock) -> int:
         turn = self.turn_of(block)

@@ -35,13 +35,13 @@ from minivllm.core.interfaces.plan import StepPlan
 from minivllm.errors import ConfigError
 
 FORMAT = "minivllm-costs 4"
-# seconds per unit; ``kv`` is for steps of decodes
+# Names of the costs in seconds per unit. ``kv`` applies to steps without prompts.
 SLOPES = ("kv", "join", "plan", "end", "fresh", "cold", "cold_kv", "wake", "wake_large")
-PROMPT_SLOPES = ("row", "kv", "pairs", "chunk")  # the costs of steps with prompts
+PROMPT_SLOPES = ("row", "kv", "pairs", "chunk")  # names of the costs that steps with prompts have in addition
 
-PAUSE = 2e-3  # seconds without a step after which caches are cold and threads sleep
+PAUSE = 2e-3  # after so many seconds without a step, caches are cold and threads sleep
 
-SIZES = {  # size of the engine -> its smallest value
+SIZES = {  # option that sizes the engine -> its smallest value
     "kvcache_block_size": 1,
     "num_kvcache_blocks": 1,
     "max_model_len": 1,
@@ -53,7 +53,8 @@ SIZES = {  # size of the engine -> its smallest value
 
 @dataclass(frozen=True)
 class BrokenLine:
-    """Seconds at ascending points.  Beyond the last point the slope of the last two continues."""
+    """A function of a number of rows or tokens that returns seconds: straight lines between measured points.  Beyond
+    the last point the slope of the last two continues."""
 
     at: Sequence[int]
     seconds: Sequence[float]
@@ -70,7 +71,7 @@ class BrokenLine:
 
 
 class StepCounts(NamedTuple):
-    """The counts of a step that determine its time."""
+    """The counts of rows and tokens in a step from which its time is computed."""
 
     rows: int
     kv: int
@@ -80,9 +81,9 @@ class StepCounts(NamedTuple):
     joins: int = 0
     ends: int = 0
     fresh: int = 0
-    before: int = 0  # tokens of the larger of the two preceding steps, 0 for steps without prompts
+    before: int = 0  # larger number of tokens of the two preceding steps, where a step without prompts counts as 0
     wake: int = 0  # 1 for a step after a pause, else 0
-    planned: int = 0  # prompt tokens that the host plans; in a measurement, those of the engine's turns in the step
+    planned: int = 0  # number of prompt tokens for which the host's planning costs time
 
     @property
     def tokens(self) -> int:
@@ -90,11 +91,12 @@ class StepCounts(NamedTuple):
 
 
 class StepCounter:
-    """Counts steps in the order in which they run, because the costs of a step depend on the preceding steps."""
+    """Computes the counts of steps in the order in which they run.  The costs of a step also depend on the two steps
+    before it."""
 
     def __init__(self) -> None:
         self.last: StepPlan | None = None
-        self.before = (0, 0)  # numbers of prompt tokens of the last two steps
+        self.before = (0, 0)  # numbers of tokens of the last two steps, 0 for a step without prompts
 
     def count(self, plan: StepPlan, ends: int = 0, wake: bool = False) -> StepCounts:
         """Return the counts of a step.
@@ -134,17 +136,16 @@ class StepCounter:
         return int(fresh), before
 
     def skip(self, plan: StepPlan) -> None:
-        """Skip uncounted decode steps, the last of which is ``plan``.
+        """Record that decode steps have run without being counted, of which ``plan`` is the last.
 
-        At least two decode steps without prompts have run.
-        """
+        They must be at least two steps without prompts."""
         self.last = plan
         self.before = (0, 0)
 
 
 @dataclass(frozen=True)
 class PromptCosts:
-    """Costs of steps with prompts, either up to the limit or beyond it."""
+    """The costs of steps with prompts, for steps of up to ``limit`` tokens or for longer ones."""
 
     tokens: BrokenLine
     slopes: Mapping[str, float]  # by ``PROMPT_SLOPES``
@@ -162,18 +163,19 @@ class PromptCosts:
 
 @dataclass(frozen=True)
 class CostTable:
-    rows: BrokenLine  # seconds of steps of decodes by rows
+    rows: BrokenLine  # seconds of a step without prompts, by its number of rows
     small: PromptCosts
     large: PromptCosts
     # largest number of tokens of a step with prompts for which the first set of costs is used; 0 means that there is
     # one set
     limit: int
     slopes: Mapping[str, float]  # by ``SLOPES``
-    add: float = 0.0  # seconds that the arrival of a request costs
-    watts: Mapping[str, float] = field(default_factory=dict)  # "busy" and "idle", if the device has an energy counter
-    engine: Mapping[str, Any] = field(default_factory=dict)  # sizes of the engine that was measured
+    add: float = 0.0  # seconds that the engine needs for a new request
+    # power of a "busy" and of an "idle" device, if it has an energy counter
+    watts: Mapping[str, float] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)  # options that size the engine which was measured
     about: Mapping[str, Any] = field(default_factory=dict)  # machine, configuration, date
-    fit: Mapping[str, Any] = field(default_factory=dict)  # deviation from the measurements
+    fit: Mapping[str, Any] = field(default_factory=dict)  # by how much the costs deviate from the measurements
 
     def seconds(self, c: StepCounts) -> float:
         s = self.slopes
@@ -264,7 +266,7 @@ def read_costs(path: str) -> CostTable:
 
 
 def _engine(raw: Any) -> dict[str, Any]:
-    """Return the sizes of the measured engine.  Raise ValueError for an invalid size."""
+    """Return the options that size the measured engine, after a check.  Raise ValueError for an invalid one."""
     for name, low in SIZES.items():
         if type(raw[name]) is not int or not low <= raw[name] < 2**31:
             raise ValueError(f"engine.{name}={raw[name]!r}: expected a whole number from {low} on, below 2**31")

@@ -23,8 +23,8 @@ LIBRARIES = ("torch", "transformers", "triton")
 CODE = (".py", ".cpp", ".h")
 SMALL = ("config.json", "generation_config.json", "*.index.json")
 WEIGHTS, PICKLED = ("*.safetensors", "*.gguf"), ("*.bin", "*.pt", "*.pth")
-PIECE = 64 << 10  # bytes of each of the three pieces that are read of a file of weights
-RECEIVED = 4  # largest number of differences in a message
+PIECE = 64 << 10  # bytes of each piece; three pieces of a file of weights are read
+RECEIVED = 4  # an error message names at most so many differences
 NONE = "none"
 
 
@@ -109,7 +109,7 @@ def _read(path: str) -> bytes:
 
 
 def _package(name: str) -> str:
-    """Return a digest of a package or module, which is not imported."""
+    """Return a digest of the source files of a package or module, without importing it."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):

@@ -37,12 +37,14 @@ class Local(Executor):
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self.runner: Any = None
-        self._seams: Any = None  # a profile of seams that is running, else None
-        self._running: deque[Any] = deque()  # runner.Running, in order of submission; all but the last are sampled
-        self._behind: deque[StepPlan] = deque()  # steps that wait for the masks of an earlier step
-        # late inputs of the steps in ``_behind``, by step id; None on a rank that does not sample
+        self._seams: Any = None  # the running profile of plug-in times, or None
+        # submitted steps (runner.Running) in order; all but the last have drawn their tokens
+        self._running: deque[Any] = deque()
+        self._behind: deque[StepPlan] = deque()  # steps that wait until the token masks of an earlier step arrive
+        # Token masks that arrived for steps in ``_behind``, by step id; None on a rank that draws no tokens.
         self._early: dict[int, LateInputs | None] = {}
-        self._heap: HeapTrimmer | None = None  # set if steps use this process's heap
+        # returns unused heap memory to the system, if steps use this process's heap
+        self._heap: HeapTrimmer | None = None
 
     def start(self, wiring: Wiring) -> Capacity:
         times = StartTimes()

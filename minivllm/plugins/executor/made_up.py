@@ -20,14 +20,14 @@ from minivllm.core.interfaces.plan import LogProbs
 
 BASE, START = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x2545F4914F6CDD1D)
 INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
-# constants that derive independent noise from one hash
+# Constants from which independent random numbers are derived for one hash.
 SAMPLE, LENGTH_LANE = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xA0761D6478BD642F)
-MULTIPLIERS = 16  # number of multipliers that order the vocabulary
-PROBED = 64  # number of best tokens that are checked before the whole mask is read
+MULTIPLIERS = 16  # number of multipliers; each orders the vocabulary in another way
+PROBED = 64  # so many of the best tokens are checked before the whole mask is read
 
 
 def mixed(h: np.ndarray) -> np.ndarray:
-    """Return hashes u64 of which every bit depends on every bit of ``h`` (the finalizer of MurmurHash3)."""
+    """Return hashes u64 in which every bit depends on every bit of ``h`` (the finalizer of MurmurHash3)."""
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     return h ^ (h >> np.uint64(33))
@@ -39,11 +39,10 @@ def uniform(h: np.ndarray) -> np.ndarray:
 
 
 class MadeUpModel:
-    """The model of ``vocab`` token ids.
+    """A model without weights for a vocabulary of ``vocab`` token ids.
 
     ``eos`` is the id that ends an answer, after ``answer_tokens`` tokens on average.  If ``answer_tokens`` is 0,
-    ``eos`` is as frequent as other tokens.
-    """
+    ``eos`` is as frequent as other tokens."""
 
     def __init__(self, vocab: int, eos: int = -1, answer_tokens: int = 0) -> None:
         self.vocab = vocab
@@ -58,7 +57,8 @@ class MadeUpModel:
             self._inverse[:] = [pow(a, -1, vocab) for a in self._a.tolist()]
 
     def _order(self, h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the index of the multiplier and the offset of each history's order of tokens, i64."""
+        """Return two arrays i64 that define the order of the vocabulary after each history: the index of the
+        multiplier, and the offset."""
         m = mixed(h)
         which = m % np.uint64(len(self._a))
         offset = (m >> np.uint64(8)) % np.uint64(self.vocab)
@@ -69,27 +69,28 @@ class MadeUpModel:
         return 0.3 + 0.6 * uniform(mixed(h ^ BASE))
 
     def at_rank(self, h: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Return the tokens of these ranks, i64.  Rank 0 is the most likely token."""
+        """Return the token ids i64 with these ranks after the histories ``h`` (hashes).  Rank 0 is the most likely
+        token."""
         which, offset = self._order(h)
         return (rank - offset) % self.vocab * self._inverse[which] % self.vocab
 
     def rank_of(self, h: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return the ranks of these tokens, i64."""
+        """Return the ranks i64 of these token ids after the histories ``h`` (hashes); the most likely token has
+        rank 0."""
         which, offset = self._order(h)
         return (self._a[which] * tokens + offset) % self.vocab
 
     def log_prob(self, h: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Return the log-probabilities of tokens by their rank, f32."""
+        """Return the log-probabilities f32 of the tokens with these ranks after the histories ``h`` (hashes)."""
         q = self.decay(h)
         whole = np.log1p(-(q**self.vocab))  # so that all probabilities add up to 1
         found = rank * np.log(q) + np.log1p(-q) - whole
         return found.astype(np.float32)
 
     def draw(self, h: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """Return the next token of each history, i64 [N], by the number of its sample.
+        """Return the next token id i64 [N] after each history, for the branch with the number ``sample`` i64 [N].
 
-        Sample 0 gets the most likely token.
-        """
+        Branch 0 gets the most likely token, other branches draw at random."""
         noise = mixed(h ^ (sample.astype(np.uint64) * SAMPLE))
         geometric = np.log(uniform(noise)) / np.log(self.decay(h))
         drawn = np.minimum(geometric, self.vocab - 1).astype(np.int64)
@@ -109,7 +110,8 @@ class MadeUpModel:
         return self.log_prob(each, rank)
 
     def scores(self, h: np.ndarray, tokens: np.ndarray, k: int) -> LogProbs:
-        """Return the scores of the tokens [N] that follow these histories, and of the ``k`` best tokens of each."""
+        """Return the log-probabilities and ranks of the tokens [N] that follow these histories, and the ``k`` best
+        tokens after each."""
         rank = self.rank_of(h, tokens)
         best = np.arange(min(k, self.vocab))[None]
         each = h[:, None]
@@ -146,7 +148,8 @@ def allowed_tokens(words: np.ndarray) -> np.ndarray:
 
 
 def scores_of(scores: LogProbs, rows: np.ndarray, logits: np.ndarray, tokens: np.ndarray) -> LogProbs:
-    """Return the scores of a step's ``tokens`` [N], of which ``rows`` [n] were drawn from ``logits`` f32 [n, V]."""
+    """Return the log-probabilities of a step's ``tokens`` [N], where those of ``rows`` [n] are replaced: these tokens
+    were drawn from ``logits`` f32 [n, V]."""
     chosen = np.array(scores.chosen)
     rank = np.array(scores.rank)
     ids = np.array(scores.top_ids)

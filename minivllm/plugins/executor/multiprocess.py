@@ -43,7 +43,8 @@ OPERATIONS = (
     "broadcast",
     "all_gather",
 )  # imported for the communicator only, because this imports torch
-GO, PARTED, LOST, MEETING, FINGERPRINT = range(13, 18)  # kinds of messages in JSON, in addition to those of ``process``
+# kinds of messages between the processes, in addition to those of ``process``; their content is JSON
+GO, PARTED, LOST, MEETING, FINGERPRINT = range(13, 18)
 OF_ALL = (
     "kv_resident",
     "devices",
@@ -51,9 +52,9 @@ OF_ALL = (
     "kv_tiers",
     "adapters",
     "weights",
-)  # verbs whose results are added over all ranks
-AGREE = 5.0  # time limit in seconds for the reports of all ranks about a failed step
-DYING = 1.0  # seconds to find out which rank has ended, after a rank has reported the loss of another
+)  # methods of ``call`` whose results are added up over all ranks
+AGREE = 5.0  # seconds in which all ranks must report a step that failed on one of them
+DYING = 1.0  # after a rank has reported the loss of another one, seconds to find out which rank has ended
 # extra seconds of a call between ranks, so that the parent process, which has more information, reports first
 PATIENCE = 2.0
 STARTING = 0.01  # seconds between checks during the start
@@ -67,10 +68,11 @@ class Multiprocess(Process):
         self._others: list[Child] = []
         self._page: StatusPage | None = None
         self._device = ""
-        self._looked = 0.0  # time of the last check of the other ranks
+        self._looked = 0.0  # time of the last check whether the other ranks are alive
         self._limit = self.options.timeout  # seconds of standstill
-        self._calling = False  # whether an answer to a call is awaited
-        self._parted: dict[int, dict[int, dict[str, Any]]] = {}  # step -> rank -> report of the rank about the failure
+        self._calling = False  # whether ``call`` waits for an answer
+        # step -> rank -> the rank's report that the step failed
+        self._parted: dict[int, dict[int, dict[str, Any]]] = {}
 
     # ---- its life ------------------------------------------------------------------------------------------------
 
@@ -173,7 +175,7 @@ class Multiprocess(Process):
         end = time.monotonic() + self.options.start_timeout
         failed: Exception | None = None  # error of a rank other than 0; an error of rank 0 takes precedence
         lost: Exception | None = None  # an error that reports the loss of another rank
-        done: set[int] = set()  # ranks that have reported the reason of their end
+        done: set[int] = set()  # ranks that have reported why they ended
         while len(answers) < size:
             for rank in [r for r in range(size) if r not in answers and r not in done]:
                 try:
@@ -330,10 +332,9 @@ class Multiprocess(Process):
         raise EngineDeadError(NOT_RUNNING)
 
     def _look(self) -> None:
-        """Check the other ranks and the elapsed time.
+        """Check that the other ranks are alive and agree, and that not too much time has passed.
 
-        Raise EngineDeadError if a rank has ended, if ranks disagree about a step, or if no rank has made progress.
-        """
+        Raise EngineDeadError if a rank has ended, if ranks disagree about a step, or if no rank has made progress."""
         self._looked = time.monotonic()
         self._gather()
         for rank, child in enumerate(self._ranks()):
@@ -402,7 +403,7 @@ class Multiprocess(Process):
         reports = self._parted.get(result.id, {})
         size = 1 + len(self._others)
         if not reports:
-            return  # the draw failed, which concerns only rank 0, or the report is about another step
+            return  # the draw failed, which only rank 0 does, or the report is about another step
         end = time.monotonic() + AGREE
         while len(reports) < size and result.failure is not None and time.monotonic() < end:
             time.sleep(STARTING)
@@ -421,7 +422,7 @@ class Multiprocess(Process):
         return f"the ranks have parted in step {step}: {'; '.join(words)}"
 
     def _lost(self, rank: int, how: Exception) -> EngineDeadError:
-        """Return the error for a rank that has ended, with its last place."""
+        """Return the error for a rank that has ended, with the place in its work that it reported last."""
         where = "" if self._page is None else f", {self._page.describe(rank)}"
         return self._dead(f"{self._name(rank)}{where}: {how}")
 

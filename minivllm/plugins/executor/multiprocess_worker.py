@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from minivllm.device.layers.peer_memory import PeerMemory
 
 MEETS, LOADS, IS_READY = 1, 2, 3  # of ``status.PHASES``
-SAYS = 0.2  # seconds between updates of the device's progress
+SAYS = 0.2  # seconds between two updates of the device's progress in shared memory
 
 
 def main(sock: str, memory: str) -> None:
     """Run a rank; ``sock`` and ``memory`` are file descriptors of the channel."""
     channel = attach(sock, memory)
     try:
-        with contextlib.suppress(ChannelClosed):  # the engine has ended
+        with contextlib.suppress(ChannelClosed):  # the channel closes when the engine ends
             Rank(channel).serve()
     finally:
         channel.close()
@@ -66,11 +66,12 @@ class Rank:
         os.close(page)
 
     def _files(self) -> tuple[int, int]:
-        """Return the files of the page of states and of the meeting, -1 for a missing file."""
+        """Return the file descriptors of the shared page of states and of the file by which ranks connect; -1 for a
+        missing one."""
         return self.channel.file(), self.channel.file()
 
     def _meeting(self) -> Any:
-        """Return the path or store through which the ranks meet."""
+        """Return the path or store through which the ranks connect to each other."""
         return f"/proc/self/fd/{self.store}"
 
     def _interface(self) -> str:
@@ -146,7 +147,7 @@ class Rank:
 
     def _say_met(self, peers: PeerMemory) -> None:
         """Write the progress of the device to the page of states, because the host runs ahead of the device."""
-        with contextlib.suppress(ValueError):  # the page is closed
+        with contextlib.suppress(ValueError):  # the page of states is closed
             while self.ranks is not None and self.ranks.peers is peers:
                 for word, value in zip((MET, LEFT), peers.reached(), strict=True):
                     self.note(word, value)

@@ -1,8 +1,8 @@
-"""Figures of a runner's plug-ins for attention, model, quantizer, KV format, sampler, processors and drafter.
+"""Counters (figures) of the plug-ins in a worker process for attention, model, quantizer, KV format, sampler,
+processors and drafter.
 
 The verb "figures" of an executor returns a list with an entry for each plug-in that has a method ``figures()``.  An
-entry is ``{"name": "attention", "figures": {...}}``, or ``{"name": ..., "failure": text}`` if the method failed.
-"""
+entry is ``{"name": "attention", "figures": {...}}``, or ``{"name": ..., "failure": text}`` if the method failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minivllm.errors import describe_error
 
 
 def of_runner(runner: Any) -> list[dict[str, Any]]:
-    """Return the figures of each plug-in of a runner.  A failure of one plug-in is a separate entry."""
+    """Return the counters (figures) of each plug-in of a runner.  If one plug-in fails, its entry has the error."""
     return [read_figures(name, plugin) for name, plugin in plugins(runner) if has_figures(plugin)]
 
 
@@ -42,7 +42,7 @@ def has_figures(plugin: Any) -> bool:
 
 
 def read_figures(name: str, plugin: Any) -> dict[str, Any]:
-    """Return the figures of a plug-in, checked: at most 64 names with finite numbers."""
+    """Return an entry with the counters (figures) of a plug-in after a check: at most 64 names with finite numbers."""
     try:
         return {"name": name, "figures": checks.figures(call_foreign(plugin.figures))}
     except Exception as e:

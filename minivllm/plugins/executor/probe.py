@@ -12,7 +12,7 @@ from minivllm.errors import describe_error
 from minivllm.runtime.processes.channel import Channel, ChannelClosed
 from minivllm.runtime.processes.child import attach
 
-ECHO, MEET, FOUND = 1, 2, 3  # kinds of messages; the last two are JSON
+ECHO, MEET, FOUND = 1, 2, 3  # kinds of messages; MEET and FOUND contain JSON
 SHAPES = ((1, 4096), (256, 4096))
 REPEATS = 20
 
@@ -34,7 +34,7 @@ def _serve(channel: Channel) -> None:
             continue
         try:
             found = _meet(**json.loads(message.data), store=channel.file())
-        except Exception as e:  # any error of the library is the result
+        except Exception as e:  # any error of the library is reported as the result
             found = {"failed": describe_error(e)}
         channel.send(FOUND, [json.dumps(found).encode()])
 

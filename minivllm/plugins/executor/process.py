@@ -40,8 +40,9 @@ WORKER = "minivllm.plugins.executor.process_worker:main"
 # kinds of messages in addition to those of ``steps``, in JSON except for LATE (``codec``), MASKS (``PLACE``) and MEMORY
 # (with a descriptor)
 START, LATE, MASKS, MEMORY, CALL, READY, ANSWER, FAILED = 1, 3, 4, 5, 6, 7, 9, 10
-PROGRESS = 18  # progress of the start, sent before READY, in JSON
-PLACE = struct.Struct("<qIQII")  # step; number of the shared memory and offset in bytes; rows and words of the masks
+PROGRESS = 18  # kind of the message with the progress of the start, in JSON; it is sent before READY
+# fields: step id; number of the shared memory, offset in bytes; rows and words of the masks
+PLACE = struct.Struct("<qIQII")
 MEMORY_SIZE = 1 << 20  # least size in bytes of a shared memory for masks
 NOT_RUNNING = "the worker is not running: start() comes first"
 
@@ -51,11 +52,11 @@ class Process(Executor):
         super().__init__(options)
         self._child: Child | None = None
         self._due: deque[int] = deque()  # ids of the steps whose results have not arrived, in order
-        self._masked: set[int] = set()  # due steps that wait for their masks
+        self._masked: set[int] = set()  # ids of the steps in ``_due`` whose token masks have not been sent
         self._plans, self._answers = Plans(), StepResults()
-        self._slots: deque[np.ndarray] = deque()  # slots of the plans that are due
-        self._results: list[StepResult] = []  # results that arrived while an answer was awaited
-        # (shared memory for masks, its address, its used bytes)
+        self._slots: deque[np.ndarray] = deque()  # slots of the plans of the steps in ``_due``
+        self._results: list[StepResult] = []  # results that arrived while ``call`` waited for its answer
+        # Shared memory for token masks: (memory, address, bytes in use).
         self._memories: list[tuple[int, int, mmap.mmap | bytes]] = []
         # times between the start of a step on an idle device, or the preceding result, and the result
         self._rhythm = Rhythm()
@@ -140,7 +141,7 @@ class Process(Executor):
             raise self._fault
         try:
             if not self._due and not self.alive():
-                self._receive(wait=False)  # raises an error with the reason of the worker's end
+                self._receive(wait=False)  # raises an error that says why the worker has ended
             while self._due:
                 # a step that waits for its masks returns no result, so the worker's end must be checked here
                 waits = self._due[0] in self._masked
@@ -152,7 +153,7 @@ class Process(Executor):
         except EngineDeadError as e:
             if not found:
                 raise
-            self._fault = e  # results have arrived; the next call raises the error
+            self._fault = e  # raised by the next call, because results have arrived before
         return found
 
     def _result(self, message: Message) -> StepResult:

@@ -33,7 +33,7 @@ def main(sock: str, memory: str) -> None:
     """Run the worker; ``sock`` and ``memory`` are file descriptors of the channel."""
     channel = attach(sock, memory)
     try:
-        with contextlib.suppress(ChannelClosed):  # the engine has ended
+        with contextlib.suppress(ChannelClosed):  # the channel closes when the engine ends
             _serve(channel)
     finally:
         channel.close()
@@ -51,7 +51,7 @@ def _serve(channel: Channel) -> None:
             if isinstance(e, ResourceError):
                 e = with_others(e, json.loads(first.data)["device"])
             elif not isinstance(e, MinivllmError) and part_fault(e) is None:
-                raise  # an error in the code of this package, so the traceback is shown
+                raise  # an error in this package, which is shown with its traceback
             channel.send(FAILED, [_failure(0, e)])
             return
         channel.send(READY, [_answer(0, dataclasses.asdict(capacity))])
@@ -75,11 +75,11 @@ class WorkerLoop:
     def __init__(self, channel: Channel, executor: Local) -> None:
         self.channel = channel
         self.executor = executor
-        self._due: deque[StepPlan] = deque()  # steps whose results have not been sent
+        self._due: deque[StepPlan] = deque()  # submitted steps whose results have not been sent
         self._plans, self._results = Plans(), StepResults()
-        self._masked: set[int] = set()  # steps that wait for masks
+        self._masked: set[int] = set()  # ids of steps that wait for their token masks
         self._memories: list[mmap.mmap] = []
-        self._rhythm = Rhythm()  # times between the last result or plan and the next message
+        self._rhythm = Rhythm()  # predicts from earlier messages how long to poll for the next one
 
     def run(self) -> None:
         while True:
@@ -117,7 +117,7 @@ class WorkerLoop:
         self.executor.submit(plan)
 
     def _give_back(self, result: StepResult) -> None:
-        """Send the result of the oldest step."""
+        """Send the result of the oldest submitted step to the engine."""
         self.channel.send(*self._results.encode(result, self._due.popleft().slots))
         self._rhythm.begin()
 
@@ -128,7 +128,7 @@ class WorkerLoop:
     def _call(self, number: int, verb: str, args: dict[str, Any] | None) -> None:
         try:
             answer = _answer(number, self.executor.call(verb, args))
-        except Exception as e:  # an error of the verb itself, after which the worker continues
+        except Exception as e:  # The call failed, but the worker goes on.
             self.channel.send(FAILED, [_failure(number, e)])
         else:
             self.channel.send(ANSWER, [answer])

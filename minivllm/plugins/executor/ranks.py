@@ -41,18 +41,20 @@ from minivllm.device.worker.running import Running
 if TYPE_CHECKING:
     from minivllm.device.layers.communicator import ProcessGroup
 
-FailureReport = Callable[[int, str, str], None]  # arguments: step, "forward" or "sample", message
+FailureReport = Callable[[int, str, str], None]  # (step id, "forward" or "sample", error message) -> None
 
 
 class RankDrafter(Drafter):
-    """The drafter in a follower's wiring, which is never called, because rank 0 proposes."""
+    """The drafter in the configuration of a rank other than 0.  It is never called, because rank 0 proposes all
+    drafts."""
 
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("rank 0 proposes the drafts of all ranks")
 
 
 def follower(wiring: Wiring) -> Wiring:
-    """Return the wiring of a rank that does not draw, without a drafter and without models that are not shared."""
+    """Return the configuration of a rank that draws no tokens: without a drafter, and without models that only rank 0
+    computes."""
     drafter = Part("minivllm/rank", "minivllm.plugins.executor.ranks:RankDrafter")
     return replace(
         wiring,
@@ -63,10 +65,9 @@ def follower(wiring: Wiring) -> Wiring:
 
 
 class RankRunner(Runner):
-    """The runner of a rank.
+    """Runs the steps of one rank (one of the processes that share a model).
 
-    ``report`` is called for a step that failed here, and may have succeeded on other ranks.
-    """
+    ``report`` is called for a step that failed here, because it may have succeeded on other ranks."""
 
     def __init__(self, wiring: Wiring, ranks: ProcessGroup, report: FailureReport, checked: bool = False) -> None:
         self.ranks = ranks
@@ -92,7 +93,7 @@ class RankRunner(Runner):
         try:
             with torch.inference_mode():
                 self._meet(plan)
-        except Exception as e:  # the columns of the ranks may differ
+        except Exception as e:  # the columns of this rank may now differ from those of other ranks
             running = Running(plan, start=time.perf_counter(), begun=self._mark())
             self._fail(running, "delta", e)
         else:
@@ -155,7 +156,8 @@ class RankRunner(Runner):
             self._report_failure(running.plan.id, "sample", str(words))
 
     def _whole(self, running: Running) -> Tensor | None:
-        """Return the hidden states of which all ranks compute logits."""
+        """Return the hidden states from which all ranks compute logits; after a captured FORWARD these include padding
+        rows."""
         if running.graph is None:
             return running.hidden
         return self.graphs.buffers[running.graph.rows].hidden
@@ -190,11 +192,10 @@ class RankRunner(Runner):
 
 
 class _Padded:
-    """The model of rank 0 while rank 0 samples after a captured FORWARD.
+    """Wraps the model of rank 0 while it draws tokens after a captured FORWARD.
 
     ``logits`` of ``hidden`` computes the logits of ``whole``, the padded hidden states of the capture, and returns the
-    rows that sample.  All ranks compute logits of ``whole``, so that the shapes of their collective call are equal.
-    """
+    rows that sample.  All ranks compute logits of ``whole``, so that the shapes of their collective call are equal."""
 
     def __init__(self, model: Any, hidden: Tensor, whole: Tensor, rows: Callable[[], Tensor]) -> None:
         self._model = model
@@ -212,7 +213,8 @@ class _Padded:
 
 
 class _Quiet:
-    """A follower's model, which returns zeros as logits, because only rank 0 has the logits."""
+    """Wraps the model of a rank other than 0.  It takes part in computing the logits and returns zeros, because only
+    rank 0 has them."""
 
     def __init__(self, model: Any, vocab: int) -> None:
         self._model = model
@@ -231,7 +233,7 @@ class _Quiet:
 
 
 class RankDrafting(Drafting):
-    """The drafting of a rank, which receives the drafts of rank 0."""
+    """The drafting of a rank: rank 0 proposes drafts, and the other ranks receive them."""
 
     def __init__(self, ranks: ProcessGroup, *args: Any) -> None:
         super().__init__(*args)
@@ -262,7 +264,7 @@ def rank_graphs(ranks: ProcessGroup) -> type:
     from minivllm.device.worker.graphs import Graphs
     from minivllm.device.worker.step_costs import StepCosts
 
-    parts = 1e12  # in units of 1e-12 ms, because ranks compare whole numbers
+    parts = 1e12  # costs are compared as whole numbers of 1e-12 ms
 
     class RankGraphs(Graphs):
         measured_from = 1 << 30

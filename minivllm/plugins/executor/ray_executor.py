@@ -99,22 +99,22 @@ class Ray(Multiprocess):
 
 
 class RayCluster:
-    """The Ray cluster, as the launcher reports it."""
+    """The Ray cluster with its ranks, as a separate process (``ray_launcher``) starts it and reports it."""
 
     def __init__(self, options: RayOptions) -> None:
         self.options = options
         self._launcher = Child(TARGET)
-        self._folder = ""  # folder of a cluster that the launcher has started
-        self._node = ""  # node of this process
+        self._folder = ""  # temporary folder of the cluster, if the launcher has started it
+        self._node = ""  # Ray's id of the machine of this process
         self._ranks: list[PlacedRank] = []
-        self._reasons: dict[int, str] = {}  # rank's place -> Ray's description of the end of its actor
+        self._reasons: dict[int, str] = {}  # place (number of an actor) -> Ray's description of how the actor ended
         self._placed = False
         self._gate: ProcessGate | None = None
 
     # ---- start ---------------------------------------------------------------------------------------------------
 
     def ranks(self, device: str, size: int, page: Any) -> list[PlacedRank]:
-        """Return all ranks in order.  Raise ResourceError if they do not start."""
+        """Start all ranks and return them in order.  Raise ResourceError if they do not start."""
         secret = secrets.token_bytes(32)
         options = self.options
         given: dict[str, Any] = {
@@ -148,7 +148,7 @@ class RayCluster:
         return self._ranks
 
     def _hear(self, kind: int, end: float) -> dict[str, Any]:
-        """Return the launcher's next message of a kind."""
+        """Wait for the launcher's next message of this kind, and return its content."""
         while True:
             message = self._launcher.receive(wait=False)
             if message is None:
@@ -169,7 +169,8 @@ class RayCluster:
             self._placed = True
 
     def _all_in(self, gate: ProcessGate, size: int, end: float) -> dict[int, dict[str, Guest]]:
-        """Return the connections of each place, by their role."""
+        """Wait until the actors of all places have connected, and return the connections of each place by their
+        role."""
         guests: dict[int, dict[str, Guest]] = {place: {} for place in range(size)}
         while missing := [place for place in range(size) if not _complete(guests[place])]:
             with contextlib.suppress(queue.Empty):
@@ -201,7 +202,7 @@ class RayCluster:
         return key
 
     def settings_of(self, rank: int) -> dict[str, Any]:
-        """Return a rank's configuration that depends on the other ranks."""
+        """Return the settings of a rank that depend on where the other ranks are."""
         mine = self._ranks[rank]
         gpus: list[str] = []
         for other in self._ranks:
@@ -240,7 +241,7 @@ class RayCluster:
         for one in self._ranks:
             one.end(0.0)
         self._launcher.end(deadline)
-        if self._folder and os.path.exists(self._folder):  # the launcher may not have got that far
+        if self._folder and os.path.exists(self._folder):  # the launcher may have ended before it created the folder
             sweep(self._launcher.pid, self._folder)
 
 

@@ -43,10 +43,10 @@ from .options import ADDRESS
 START, FOUND, OPEN, PLACED, FAILED, ENDED, KILL, ALL_IN = range(1, 9)  # kinds of messages, in JSON
 TARGET = "minivllm.plugins.executor.ray_launcher:main"
 LOOK = 0.1  # seconds between checks of the actors
-PROBE = 2.0  # seconds for a node to answer
-ANSWERS = 3.0  # time limit in seconds for the answer of a cluster with a given address
+PROBE = 2.0  # seconds in which a node must answer
+ANSWERS = 3.0  # seconds in which the cluster at a given address must answer
 OBJECTS = 80 << 20  # bytes of Ray's object store, which is not used, so this is the smallest possible size
-FILES = 1024  # largest number of open files, which is enough for Ray's processes
+FILES = 1024  # limit of open files, enough for Ray's processes
 # prefix of the folders of clusters that are started here; short, because names of sockets are limited
 TEMPORARY = "minivllm-ray-"
 
@@ -121,11 +121,12 @@ class NodeProbe(threading.Thread):
 
 
 class Launcher:
-    """The launcher.  ``settings`` has size, device, address, placement_timeout, and the settings of actors."""
+    """Starts or joins a Ray cluster and starts the ranks.  ``settings`` has size, device, address, placement_timeout,
+    and the settings of actors."""
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {}
-        self.folder = ""  # folder of a cluster that was started here
+        self.folder = ""  # temporary folder of the cluster, if this process has started it
         self.ray: Any = None
         self.group: Any = None
         self.actors: list[Any] = []
@@ -185,7 +186,8 @@ class Launcher:
             raise ResourceError(reason)
 
     def _place(self, opened: Mapping[str, Any], node: str, channel: Channel) -> dict[Any, int]:
-        """Start a rank in each place, and return the place of each reference to a rank's end."""
+        """Start a rank in each place.  Return, for each of Ray's references to the end of a rank, the number of its
+        place."""
         ray = self.ray
         size = self.settings["size"]
         want = wants(self.settings["device"])
@@ -282,7 +284,7 @@ def of_session(session: int) -> Iterable[int]:
 
 
 def wants(device: str) -> dict[str, float]:
-    """Return the resources of a place."""
+    """Return the resources of Ray that a rank needs on this kind of device."""
     return {"CPU": 1} if device == "cpu" else {"CPU": 1, "GPU": 1}
 
 

@@ -19,20 +19,20 @@ from minivllm.runtime.processes.rhythm import Rhythm
 from minivllm.runtime.processes.status import LINE, WORD, StatusPage
 from minivllm.runtime.processes.wire import Wire, cut_by, watch_peer
 
-CHANNEL, WORDS, STATE = "channel", "words", "state"  # the roles of a rank's connections
-RAY_SAYS = 0.4  # time limit in seconds for Ray's report of the end of an actor
+CHANNEL, WORDS, STATE = "channel", "words", "state"  # what each connection of a rank is for
+RAY_SAYS = 0.4  # seconds to wait for Ray's report of the end of an actor
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 class ActorKeeper(Protocol):
-    """The interface of the cluster for a rank.  ``place`` is the number of the rank's actor."""
+    """The methods of the cluster that a rank uses.  ``place`` is the number of the rank's actor."""
 
     def end_of(self, place: int, seconds: float) -> str:
         """Return Ray's description of the end of an actor, "" if there is none within ``seconds``."""
         ...
 
     def kill(self, place: int) -> None:
-        """End an actor by Ray."""
+        """Kill an actor through Ray."""
         ...
 
 

@@ -29,9 +29,9 @@ from .multiprocess import MEETING
 from .multiprocess_worker import Rank
 from .ray_rank import CHANNEL, STATE, WORDS
 
-COMES = 10.0  # seconds to reach the engine
-SAYS = 0.25  # seconds between checks of the rank's progress
-LEAVES = 0.5  # seconds in which the rank ends after the end of the engine or of its node
+COMES = 10.0  # seconds in which the engine must be reached
+SAYS = 0.25  # seconds between two checks of the rank's progress
+LEAVES = 0.5  # after the end of the engine or its node, the rank ends within so many seconds
 SIOCGIFADDR = 0x8915
 
 
@@ -108,7 +108,7 @@ class RayRank(Rank):
     def __init__(self, channel: Channel, given: dict[str, Any], state: socket.socket | None) -> None:
         self._state = state
         self._ip = given["ip"]
-        self._stores: list[Any] = []  # stores that are kept until the rank ends
+        self._stores: list[Any] = []  # objects that must exist until the rank ends
         super().__init__(channel)
         if state is not None:
             threading.Thread(target=self._say_where, args=(state,), daemon=True).start()

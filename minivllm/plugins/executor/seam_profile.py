@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from minivllm.device.worker.runner import Runner
 
 PREFIX = "seam "
-OTHER = "engine"  # columns, gathers and copies, which no plug-in does
-UNKNOWN = "unknown"  # kind of a kernel whose launch is not in the profile
+OTHER = "engine"  # name for the time in which no plug-in runs: columns, gathers and copies
+UNKNOWN = "unknown"  # name for kernels whose launch is not in the profile
 # launches by the runtime or the driver, such as cudaLaunchKernel and cuLaunchKernelEx
 CALL = re.compile(r"(cu|cuda|hip)[A-Z]")
 
@@ -158,7 +158,7 @@ def _labelled(seam: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Labelled:
-    """A model whose calls are labelled."""
+    """Wraps a model, so that its calls appear under a label in the profile."""
 
     def __init__(self, model: Any) -> None:
         self._model, self.logits = model, _labelled("model", model.logits)

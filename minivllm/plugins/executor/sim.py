@@ -55,18 +55,18 @@ from .options import SimOptions
 from .sim_pages import sim_mover
 from .sim_states import SimStates, checkpoints_of
 
-MOST_BLOCKS = 1 << 31  # block numbers have 32 bits
+MOST_BLOCKS = 1 << 31  # limit, because block numbers have 32 bits
 MADE_UP = "tokens are made up: no model is computed"
 DRAFT_LANE = np.uint64(0xE7037ED1A0B428DB)
 
 
 @dataclass
 class SimStep:
-    """A step after its FORWARD."""
+    """A simulated step after its FORWARD, before or after its tokens are drawn."""
 
     plan: StepPlan
     ms: float  # that it takes
-    result: StepResult | None = None  # None if the masks have not arrived
+    result: StepResult | None = None  # None until the token masks of the step have arrived
     done: float = 0.0  # end of the step on the device's clock, in seconds
 
 
@@ -76,8 +76,8 @@ class Sim(Executor):
     Subclasses plant faults, or change which token a row draws (``_next``) and when it ends (``_commit``).
     """
 
-    threaded = True  # whether threads call the stores of tiers
-    observed = 0  # number of last tokens whose queries a compressor reads, which is not simulated
+    threaded = True  # whether threads call the stores of KV pages
+    observed = 0  # how many of the last tokens' queries a compressor reads; reading is not simulated
     sums = False  # whether a compressor reads attention sums
     # window of each KV group; None if the block tables show windows by missing entries
     windows: tuple[int | None, ...] | None = None
@@ -86,19 +86,19 @@ class Sim(Executor):
         super().__init__(SimOptions() if options is None else options)
         self.clock: Any = CLOCKS[self.options.clock]()
         self.costs = read_costs(self.options.costs) if self.options.costs else None
-        # None means the real clock, which the engine uses; replays set another one
+        # Clock of the engine; None means the real one. Replays of traces set another one.
         self.now = None if self.options.clock == "real" else self.clock.now
         # slot -> salt of its KV cache; all slots whose KV a row reads must have the same salt
         self.space: Callable[[int], object] = lambda slot: ()
-        self._behind: deque[StepPlan] = deque()  # a step that waits for its masks, and the steps after it
-        self._early: dict[int, LateInputs] = {}  # masks by the id of a step in ``_behind``
-        self._running: deque[SimStep] = deque()  # in order of submission; all but the last have drawn
-        self._counter = StepCounter()  # counts of the steps that were begun
-        self._free_at = 0.0  # time when the device has done all submitted work
+        self._behind: deque[StepPlan] = deque()  # a step that waits for its token masks, and the steps after it
+        self._early: dict[int, LateInputs] = {}  # id of a step in ``_behind`` -> its token masks
+        self._running: deque[SimStep] = deque()  # submitted steps in order; all but the last have drawn their tokens
+        self._counter = StepCounter()  # computes the counts of steps from which their time follows
+        self._free_at = 0.0  # time at which the device will have done all submitted work
         self._started = False
-        self.states: SimStates | None = None  # recurrent states, or None if they are not checked
-        self.mover: Mover | None = None  # mover of the tiers of the KV cache
-        # (group, slot) -> positions i64 of the tokens that the KV cache holds of a compressed row
+        self.states: SimStates | None = None  # simulated recurrent states, or None if they are not checked
+        self.mover: Mover | None = None  # copies KV pages between the device and the tiers
+        # Of compressed rows: (KV group, slot) -> positions i64 of the tokens that the KV cache still holds.
         self.held: dict[tuple[int, int], np.ndarray] = {}
 
     def start(self, wiring: Wiring) -> Capacity:
@@ -113,7 +113,7 @@ class Sim(Executor):
         self.stop_ids = np.full((s, STOP_IDS), -1, np.int32)
         self.n_eos = np.zeros(s, np.int32)
         self.stopped = np.ones(s, bool)
-        # slot -> name of the processor that its request uses and that cannot be simulated
+        # Slot -> name of the logits processor that its request uses and that cannot be simulated.
         self.refused: dict[int, str] = {}
         self.processors = [part.name for part in wiring.processors]
         self.block = wiring.block
@@ -148,10 +148,9 @@ class Sim(Executor):
         )
 
     def _blocks(self, wiring: Wiring) -> tuple[int, ...]:
-        """Return the number of blocks of each KV group, with the null block.
+        """Return the number of blocks of each KV group, including the null block.
 
-        By default ``max_num_seqs`` rows of ``max_model_len`` tokens fit.
-        """
+        By default the cache has room for ``max_num_seqs`` rows of ``max_model_len`` tokens."""
         n = wiring.cache.num_kvcache_blocks + 1
         if wiring.cache.num_kvcache_blocks < 0:
             n = wiring.max_num_seqs * (wiring.max_model_len // wiring.block + 1) + 1
@@ -206,7 +205,7 @@ class Sim(Executor):
         self._enqueue()
 
     def _cost(self, plan: StepPlan) -> float:
-        """Return the milliseconds of a step's FORWARD."""
+        """Return how many milliseconds the FORWARD of a step takes."""
         o = self.options
         if self.costs is not None:
             counts = self._counter.count(plan, wake=self.wakes())
@@ -306,7 +305,7 @@ class Sim(Executor):
             self._refuse(slot, self._bound_to(j, i))
 
     def _bound_to(self, j: Join, i: int) -> str | None:
-        """Return the first processor that sequence ``i`` of a join uses, or None."""
+        """Return the name of the first logits processor that sequence ``i`` of a join uses, or None."""
         for name, rows in zip(self.processors, j.bound, strict=False):
             if i in rows:
                 return name
@@ -371,7 +370,8 @@ class Sim(Executor):
         return StepResult(plan.id, slots, tokens, count, flags, scores, prompt, logits, errors, ms, drafted)
 
     def _check_caches(self, plan: StepPlan) -> None:
-        """Check and update the KV cache and the recurrent states for a step."""
+        """Check the content of the KV cache and of the recurrent states that the rows of a step read, and write the new
+        content."""
         live = ~self.stopped[plan.slots]
         for row in np.flatnonzero(live).tolist():
             slot = int(plan.slots[row])
@@ -432,7 +432,8 @@ class Sim(Executor):
                 tokens[i] = self.model.likeliest(before[i], words)
 
     def _commit(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Append these tokens to rows and return their flags, u8."""
+        """Append these tokens to the rows in these slots, and return for each row the flags u8 that tell whether it has
+        ended."""
         n = self.known[slots]
         self._append(slots, tokens)
         flags = np.zeros(len(slots), np.uint8)
@@ -453,7 +454,8 @@ class Sim(Executor):
     def _failed(
         self, slots: np.ndarray, rows: np.ndarray, flags: np.ndarray
     ) -> tuple[np.ndarray, tuple[StepError, ...]]:
-        """Return the rows without unsupported processors, and an error for the other rows."""
+        """Return the indices of the rows that use no logits processor which cannot be simulated, and an error for the
+        other rows."""
         by: dict[str, list[int]] = {}
         bad: list[int] = []
         for i in rows.tolist():
@@ -585,7 +587,7 @@ class Sim(Executor):
             blocks = np.array(sources[:used])
             sources = sources[used:]
             if self.stopped[slot]:
-                continue  # the host has not seen yet that the sequence ended, and counts its tokens on
+                continue  # the sequence has ended, which the host has not seen when it planned the step
             positions = self.held.get((g, slot), np.arange(computed))
             assert len(positions) == stored, f"slot {slot} stores {len(positions)} tokens, the delta says {stored}"
             at = np.arange(stored)
@@ -601,7 +603,8 @@ class Sim(Executor):
             self.held[g, slot] = positions[chosen]
 
     def _read_and_write(self, slot: int, q: int, computed: int) -> None:
-        """Check and update the KV cache of all groups for a row's step."""
+        """Check the KV content that a step reads for the row in a slot, in all groups, and write that of its ``q`` new
+        tokens."""
         own = self._own(slot, computed + q)
         for g, kv in enumerate(self.kv):
             positions = np.arange(computed + q)
@@ -615,7 +618,7 @@ class Sim(Executor):
             inside = at % self.block
             reads = np.arange(stored)
             if compressed:
-                pass  # the group has no window, and reads all stored tokens
+                pass  # a compressed row reads all tokens that are stored
             elif self.windows is not None:
                 window = self.windows[g]
                 reads = reads[0 if window is None else max(0, computed - window + 1) :]

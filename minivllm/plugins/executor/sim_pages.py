@@ -1,4 +1,5 @@
-"""Pages of the simulated device for tiers, which hold the hashes of its KV slots and recurrent states."""
+"""KV pages of the simulated device, for tests of the tiers (CPU memory, disk).  They contain hashes of tokens instead
+of keys and values."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class SimStates:
 
     def step(self, plan: StepPlan, live: np.ndarray, prefix: np.ndarray) -> None:
         """Run a step of the rows ``live`` bool [R]; ``prefix[slot, n]`` is the hash of a slot's first n tokens."""
-        level = np.zeros(len(plan.slots) + 1, np.int64)  # one entry more than rows
+        level = np.zeros(len(plan.slots) + 1, np.int64)  # one element more than rows, so that each row has a next one
         if len(plan.draft):
             level[:-1] = plan.draft
         first = level[:-1] == 0

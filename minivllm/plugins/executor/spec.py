@@ -20,7 +20,7 @@ SIM = Spec(
     api=(2, 16),
     summary="computes no model: made-up tokens at a chosen pace, to measure and test what is round it",
     options="minivllm.plugins.executor.options:SimOptions",
-    priority=-100,  # generated tokens are invented, so this executor must be named
+    priority=-100,  # lowest: invented tokens are only served if the user names this executor
     limits={"device": ANY, "tensor_parallel_size": {1}},
     traits={
         "made_up": "minivllm.plugins.executor.made_up:logits_after",
@@ -32,7 +32,7 @@ MULTIPROCESS = Spec(
     api=(2, 16),
     summary="runs the steps in a worker process for each device, which share the model (tensor parallelism)",
     options="minivllm.plugins.executor.options:MultiprocessOptions",
-    priority=-10,  # lower than for executors of one process, which needs no messages
+    priority=-10,  # lower than for executors with one worker, which need no messages between ranks
     limits={"device": ANY, "tensor_parallel_size": Range(1, 8)},
 )
 RAY = Spec(
@@ -40,7 +40,7 @@ RAY = Spec(
     api=(2, 16),
     summary="runs the steps in actors of a Ray cluster, which share the model; they may be on several machines",
     options="minivllm.plugins.executor.options:RayOptions",
-    priority=-50,  # a cluster only if the user names this executor
+    priority=-50,  # low: a cluster is only used if the user names this executor
     limits={"device": ANY, "tensor_parallel_size": Range(1, 8)},
     needs=(Needs("ray", "2.52", 'pip install "minivllm[ray]"'),),
     traits={"cluster": "address"},  # the option with the address of a cluster whose machines have the devices

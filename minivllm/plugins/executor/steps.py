@@ -25,10 +25,10 @@ RESULT, PLAIN = 8, 12
 # for both: magic, version, step, device_ms, rows; the numbers of entries of two further columns, or for a result the
 # number of seams and ``StepResult.shared``
 HEAD = struct.Struct("<4sIqdIII")
-FORM = struct.Struct("<iiii")  # form of a result (``codec.form_numbers``), and a 0 that aligns the seconds
+FORM = struct.Struct("<iiii")  # form of a result as three numbers (``codec.form_numbers``), and a 0 for alignment
 MAGICS = {NEXT: b"mvlN", PLAIN: b"mvlP"}
 NAMES = tuple(StepPlan.__dataclass_fields__)
-# ``StepPlan.further`` passes on the same objects
+# Fields that ``StepPlan.further`` copies as the same objects.
 _kept = itemgetter(*(name for name in NAMES if name not in ("id", "computed", "delta")))
 _changes = itemgetter(*(name for name in Delta.__dataclass_fields__ if name not in ("join", "table", "trim")))
 WIDTH = 4  # columns of ``Delta.table`` and ``.trim``
@@ -51,7 +51,7 @@ def _whole(data: bytearray | bytes, size: int) -> None:
 
 
 class Plans:
-    """The plans of a connection, which one end encodes and the other decodes."""
+    """Encodes the step plans of a connection at one end, and decodes them at the other."""
 
     def __init__(self) -> None:
         self._last: StepPlan | None = None
@@ -105,7 +105,8 @@ class Plans:
 
 
 class StepResults:
-    """The results of a connection.  ``slots`` i32 in both methods are the slots of the step's plan."""
+    """Encodes the step results of a connection at one end, and decodes them at the other.  ``slots`` i32 in both
+    methods are the slots of the step's plan."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()  # of the seams

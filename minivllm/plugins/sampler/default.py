@@ -21,13 +21,16 @@ from .spec import SMALL_K
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-# variant bits; the higher bits mark the power of two that bounds a small top_k
+# Bits of ``Row.variant``, which tell which restrictions a row has. Bits from K_SHIFT on mark the power of two that
+# bounds a small top_k.
 GREEDY, DRAWN, LIMITED, MIN_P, FULL, K_SHIFT = 1, 2, 4, 8, 16, 5
-MIN_TEMPERATURE = 1e-5  # below, 1 / T overflows float32, so the row is greedy
-MIN_TOP_P = torch.finfo(torch.float32).tiny  # below, the column would hold 0, which excludes even the best token
-MASS_SCALE = 2.0**40  # integer mass of the most likely token; sums over 2**22 tokens fit in int64
-COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # the columns that the kernels read
-CHUNK = 1 << 23  # logits that are sorted at a time, which limits the temporary memory to about 0.25 GB
+MIN_TEMPERATURE = 1e-5  # below this temperature 1 / T overflows float32, so the row is greedy
+# least top_p; a smaller one would become 0 in the column, which excludes even the best token
+MIN_TOP_P = torch.finfo(torch.float32).tiny
+# probabilities are whole numbers, and the most likely token has this one; sums over 2**22 tokens fit in int64
+MASS_SCALE = 2.0**40
+COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # names of the columns that the kernels read
+CHUNK = 1 << 23  # so many logits are sorted at a time, which limits the temporary memory to about 0.25 GB
 
 
 class DefaultSampler(Sampler):
@@ -37,7 +40,7 @@ class DefaultSampler(Sampler):
     Gumbel-max: argmax(logits / T + gumbel).
     """
 
-    # a captured step of a CPU only draws rows of these variants; subclasses do not inherit this
+    # Variants of rows that the compiled program for a CPU can draw; subclasses do not inherit this.
     native = GREEDY | DRAWN
     any_dtype = True
     keeps_logits = True
@@ -95,8 +98,7 @@ class DefaultSampler(Sampler):
     def _draw_fused(self, logits: Tensor, rows: Rows, state: State, out: Draw) -> None:
         """Draw tokens with kernels that do not sort, from logits of any dtype.
 
-        The kernels of a row depend only on its own parameters.
-        """
+        Which kernels draw a row depends only on the row's own parameters."""
         from . import triton_draw, triton_nucleus, triton_search, triton_topk
 
         variant = rows.variant
@@ -152,7 +154,8 @@ def relative(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def last_kept(keep: Tensor) -> Tensor:
-    """Return the index [N, 1] of the last kept value, where ``keep`` [N, M] keeps a prefix; 0 if it keeps none."""
+    """Return the index [N, 1] of the last True in each row of ``keep`` [N, M], where a row begins with all its True
+    elements; 0 if it has none."""
     count = keep.sum(dim=1, keepdim=True)
     return count.sub_(1).clamp_(min=0)
 

@@ -9,7 +9,8 @@ from .default import MASS_SCALE, relative
 
 
 def masses(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ``relative`` logits f32 [N, V], and their exponentials times MASS_SCALE i64 [N, V]."""
+    """Return the logits minus the largest one, divided by the temperature, f32 [N, V] (see ``relative``), and the
+    exponentials of these as whole numbers i64 [N, V], multiplied by MASS_SCALE."""
     x = relative(logits, temperature)
     scaled = x.exp() * MASS_SCALE
     return x, scaled.nan_to_num_(0.0).to(torch.int64)
@@ -21,7 +22,8 @@ def totals(mass: Tensor) -> Tensor:
 
 
 def mean(x: Tensor, mass: Tensor) -> Tensor:
-    """Return the mean f32 [N] of ``x`` [N, V] <= 0 under ``mass``, with an error of about 1e-7; -inf has no mass."""
+    """Return the mean f32 [N] of ``x`` [N, V] <= 0 with the weights ``mass`` [N, V], with an error of about 1e-7.
+    Elements of -inf have no weight."""
     # x * mass is at most MASS_SCALE / e; rounded to whole numbers, so that the sum is exact
     finite = torch.where(mass > 0, x, 0.0)
     part = finite.double() * mass.double()

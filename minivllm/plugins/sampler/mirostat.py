@@ -19,7 +19,7 @@ from .spec import MIROSTAT as MIROSTAT_SPEC
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-MIROSTAT = 1 << 40  # the variant bit, above the bits of the default sampler
+MIROSTAT = 1 << 40  # bit of ``Row.variant`` above the bits of the default sampler
 RESTRICTIONS = ("top_k", "top_p", "min_p")
 CHOOSERS = ("choose_fn", "beam_width")
 
@@ -71,7 +71,7 @@ class MirostatSampler(DefaultSampler):
             return super().draw(logits, plain, state, out)
         surprise = _leave(logits, rows, state)
         super().draw(logits, plain, state, out)
-        out.peaks = None  # the peaks after the exclusion do not show whether an excluded logit is finite
+        out.peaks = None  # After the exclusion, the largest logits do not show whether an excluded one is finite.
         tau = state["tau"][rows.slots]
         tokens = out.tokens.clamp(0, logits.shape[1] - 1)
         observed = surprise.gather(1, tokens[:, None]).squeeze(1)
@@ -97,14 +97,13 @@ class MirostatSampler(DefaultSampler):
 
 
 def _plain(rows: Rows) -> Rows:
-    """Return the rows with the variants of the default sampler."""
+    """Return ``rows`` without the mirostat bit in the variants, for the default sampler."""
     return replace(rows, variant=rows.variant & (MIROSTAT - 1))
 
 
 def _leave(logits: Tensor, rows: Rows, state: State) -> Tensor:
-    """Set excluded tokens of ``logits`` [N, V] to -inf, in place, and return the surprise of all tokens, in bits f32
-    [N, V].
-    """
+    """Set the logits [N, V] of tokens that are too surprising to -inf, in place, and return the surprise of all tokens,
+    -log2 p in bits, f32 [N, V]."""
     x, mass = masses(logits, state["temperature"][rows.slots])
     total = totals(mass) / MASS_SCALE
     best = x == 0

@@ -7,7 +7,8 @@ from minivllm.registration.spec import ANY, Param, Spec
 HERE = "minivllm.plugins.sampler"
 GRAPH_SAFE = frozenset({"graph_safe"})
 MULTI_POSITION = GRAPH_SAFE | {"multi_position"}
-# up to here the k best are selected; above, or for top-p alone, the row is sorted (kernels use bisection)
+# Largest top-k for which the k best logits are selected. For a larger one, or for top-p alone, the row is sorted
+# (kernels use bisection).
 SMALL_K = 1024
 
 _sampler = partial(Spec, api=(1, 4), limits={"device": ANY})

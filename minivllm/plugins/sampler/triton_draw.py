@@ -28,12 +28,13 @@ from .triton_noise import gumbel_noise, row_keys
 
 TILE = 4096
 GROUPS = 2048  # largest number of groups of columns whose maxima a program holds
-OPEN, DONE, WAITS = (tl.constexpr(i) for i in range(3))  # a candidate is to be checked | drawn | not begun (top-k)
+# states of a row: its candidate must be checked | drawn | not begun, because it has top-k
+OPEN, DONE, WAITS = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
 def load_row(base, at, V):
-    """Load logits at some places as float32, -inf beyond the vocabulary."""
+    """Load logits at the token ids ``at`` as float32, -inf beyond the vocabulary."""
     return tl.load(base + at, mask=at < V, other=float("-inf")).to(tl.float32)
 
 
@@ -50,7 +51,8 @@ def load_tile(base, tile, V, TILE: tl.constexpr):
 
 @triton.jit
 def first_best(y, at):
-    """Return the largest y and the least of its places ``at``, with fewer instructions than a reduction of pairs."""
+    """Return the largest ``y``, and the smallest of the token ids ``at`` at which it occurs.  It takes fewer
+    instructions than a reduction of pairs."""
     best = tl.max(y, 0)
     return best, tl.min(tl.where(y == best, at, 2147483647), 0)
 
@@ -79,7 +81,7 @@ def _first(
     tile = tl.program_id(1)
     at = tile * TILE + tl.arange(0, TILE)
     x = load_tile(logits + row.to(tl.int64) * stride, tile, V, TILE)
-    highest = tl.max(tl.where(x == x, x, float("inf")), 0)  # inf marks a NaN
+    highest = tl.max(tl.where(x == x, x, float("inf")), 0)  # inf means that the tile has a NaN
     tl.store(peak + row * TILES + tile, highest)
     slot = tl.load(slots + row)
     if tl.load(top_k + slot) > 0:
@@ -133,7 +135,8 @@ def _pick(
             value = tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32)
             tl.store(known + row * 8 + 4, value)
             after = tl.where((p >= 1) & ((value - best) * inv >= floor), DONE, OPEN)
-        bad = (best == float("inf")) | (best == float("-inf"))  # no token can be drawn, so the engine ends the row
+        # no token can be drawn from such a row, and the engine ends it
+        bad = (best == float("inf")) | (best == float("-inf"))
         tl.store(tokens + row, token.to(tl.int64))
         tl.store(state + row, tl.where(bad, DONE, after))
 
@@ -142,13 +145,13 @@ def _pick(
 class DrawWork:
     """The tensors that the kernels of a call share, for N rows of V logits in ``tiles`` tiles."""
 
-    peak: Tensor  # f32 [N, tiles] largest logit, inf if there is a NaN
-    score: Tensor  # f32 [N, tiles] of the best token of a tile; -inf for none
+    peak: Tensor  # f32 [N, tiles] largest logit of each tile, inf if it has a NaN
+    score: Tensor  # f32 [N, tiles] score of the best token of each tile; -inf for none
     index: Tensor  # i32 [N, tiles] token id of the best token of each tile
     known: Tensor  # f32 [N, 8]: largest logit, 1 / T, floor of min-p, top_p, logit of the candidate
-    state: Tensor  # i32 [N] OPEN, DONE, WAITS
-    top: Tensor  # f32 [N, groups] largest logits of groups of lanes, for rows with top-k
-    group: int  # lanes of a group
+    state: Tensor  # i32 [N] state of each row: OPEN, DONE or WAITS
+    top: Tensor  # f32 [N, groups] largest logit of each group of neighbouring tokens, for rows with top-k
+    group: int  # number of tokens in such a group
     rows: tuple[Tensor, ...]  # seed, position, sample i64 [N]
     slots: Tensor  # i64 [N]
     columns: tuple[Tensor, ...]  # temperature f32, top_k i32, top_p f32, min_p f32, each [S]
@@ -163,7 +166,7 @@ class DrawWork:
 
 
 def group_size(width: int) -> int:
-    """Return the lanes of a group, a power of two such that a row has at most GROUPS groups."""
+    """Return how many neighbouring tokens form a group: a power of two such that a row has at most GROUPS groups."""
     return max(16, triton.next_power_of_2(triton.cdiv(width, GROUPS)))
 
 

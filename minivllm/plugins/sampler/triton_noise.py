@@ -50,7 +50,8 @@ def gumbel_noise(a, b, lane, FAST: tl.constexpr):
     x = (x ^ (x >> 16)) * tl.full((), _M1, tl.uint32) + b
     x = (x ^ (x >> 15)) * tl.full((), _M2, tl.uint32)
     x = x ^ (x >> 16)
-    u = tl.fma((x & 0x7FFFFFFF).to(tl.float32), 4.656612873077393e-10, 2.3283064365386963e-10)  # (bits + 1/2) / 2 ** 31
+    # uniform in (0, 1): (bits + 1/2) / 2 ** 31
+    u = tl.fma((x & 0x7FFFFFFF).to(tl.float32), 4.656612873077393e-10, 2.3283064365386963e-10)
     u = tl.minimum(u, 0.99999994)
     # -log(-log1p(-u)) with both logarithms in base 2. The inner factor 1 / ln 2 becomes a constant outside. For small
     # u, where the result is large, a series keeps the digits that 1 - u would lose.

@@ -29,7 +29,7 @@ CHUNK = 4096
 
 @triton.jit
 def _kth(base, k, V, CHUNK: tl.constexpr, BITS: tl.constexpr):
-    """Return ``triton_topk.kth_largest`` of a whole row."""
+    """Return the bound that at least k logits of a row reach, as ``triton_topk.kth_largest`` does for fewer values."""
     lane = tl.arange(0, CHUNK)
     bound = tl.full((), 0, tl.uint32)
     bit = top_bit(BITS)
@@ -45,7 +45,8 @@ def _kth(base, k, V, CHUNK: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _top_k(base, k, best, inv, floor, V, CHUNK: tl.constexpr, BITS: tl.constexpr):
-    """Return the largest logit below the top k, or -inf, and the probability of the top k, int64."""
+    """Return the largest logit that is not among the k largest (-inf if there is none), and the sum int64 of the
+    probabilities of the k largest."""
     lane = tl.arange(0, CHUNK)
     bound = _kth(base, k, V, CHUNK, BITS)
     n = tl.zeros((CHUNK,), tl.int32)
@@ -61,13 +62,13 @@ def _top_k(base, k, best, inv, floor, V, CHUNK: tl.constexpr, BITS: tl.constexpr
         whole += tl.where(key > bound, m, 0).to(tl.int64)
         edge = tl.maximum(edge, tl.where(key == bound, m, 0))
         below = tl.maximum(below, tl.where(key < bound, x, float("-inf")))
-    room = k - tl.sum(n, 0)  # number of logits equal to the k-th that belong to the top k
+    room = k - tl.sum(n, 0)  # count of the logits equal to the k-th largest that belong to the k largest
     return tl.max(below, 0), tl.sum(whole, 0) + room.to(tl.int64) * tl.max(edge, 0).to(tl.int64)
 
 
 @triton.jit
 def _masses(base, cut, best, inv, floor, V, CHUNK: tl.constexpr):
-    """Sum the probability int64 that min-p keeps, of logits above ``cut`` and of all logits."""
+    """Return two sums int64 of the probabilities that min-p keeps: of the logits above ``cut``, and of all logits."""
     lane = tl.arange(0, CHUNK)
     above = tl.zeros((CHUNK,), tl.int64)
     whole = tl.zeros((CHUNK,), tl.int64)

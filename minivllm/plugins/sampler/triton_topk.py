@@ -28,7 +28,7 @@ from .spec import SMALL_K as MOST
 from .triton_draw import DONE, TILE, WAITS, DrawWork, mass_of, scale_of
 from .triton_noise import gumbel_noise, row_keys
 
-ROOM = 4096  # candidates of a row
+ROOM = 4096  # largest number of candidates of a row
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def ordered(x, BITS: tl.constexpr):
 
 @triton.jit
 def top_bit(BITS: tl.constexpr):
-    """Return the highest of BITS bits."""
+    """Return a word in which only the highest of the lowest BITS bits is set."""
     return tl.full((), 1 << (BITS - 1), tl.uint32)
 
 

@@ -18,7 +18,7 @@ from .spec import TYPICAL as TYPICAL_SPEC
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-TYPICAL = 1 << 40  # the variant bit, above the bits of the default sampler
+TYPICAL = 1 << 40  # bit of ``Row.variant`` above the bits of the default sampler
 
 
 class TypicalSampler(DefaultSampler):
@@ -50,7 +50,7 @@ class TypicalSampler(DefaultSampler):
 
     def draw(self, logits: Tensor, rows: Rows, state: State, out: Draw) -> None:
         super().draw(logits, _leave(logits, rows, state), state, out)
-        out.peaks = None  # the peaks after the exclusion do not show whether an excluded logit is finite
+        out.peaks = None  # After the exclusion, the largest logits do not show whether an excluded one is finite.
 
     def drawn_from(self, logits: Tensor, rows: Rows, state: State) -> Tensor:
         if rows.variant & TYPICAL:

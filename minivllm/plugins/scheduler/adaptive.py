@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-RECENT = 64  # number of recent requests whose times and targets are used
-WINDOW = 8  # steps of a window
-ENOUGH = 8  # windows, and new requests, before any request waits
-KEPT = 0.98  # the weight of a window shrinks by this factor with each later window
+RECENT = 64  # times and targets of so many recent requests are used
+WINDOW = 8  # number of steps whose times are added up to one measurement (a window)
+ENOUGH = 8  # no request waits before so many windows were measured and so many requests have come
+KEPT = 0.98  # each new window multiplies the weight of the earlier ones by this factor
 DOUBT = np.array([1e-6, 0.05, 1e-3])  # ridge penalty of each of the three times, as a share of its evidence
-TOKENS = 64.0  # unit of prompt tokens, which gives the columns similar sizes
+TOKENS = 64.0  # prompt tokens are counted in units of this many, so that the columns have similar sizes
 
 
 class Adaptive(SchedulerPolicy):
@@ -49,24 +49,26 @@ class Adaptive(SchedulerPolicy):
     def __init__(self, options: Any, ctx: SchedulerContext) -> None:
         super().__init__(options or AdaptiveOptions(), ctx)
         self.arrivals: deque[float] = deque(maxlen=RECENT)
-        self.targets: deque[float] = deque(maxlen=RECENT)  # seconds to a first token, inf = none
-        self.seen = np.zeros((3, 3))  # matrix of the normal equations of the windows
-        self.took = np.zeros(3)  # the right side of the equations
+        # for recent requests, seconds until the first token is due; inf without a target
+        self.targets: deque[float] = deque(maxlen=RECENT)
+        self.seen = np.zeros((3, 3))  # matrix of the normal equations, added up over the windows
+        self.took = np.zeros(3)  # right side of the normal equations
         self.windows = 0
         self.held = 0
-        self.times = np.zeros(3)  # seconds of a step, of prompts in a step, and of TOKENS prompt tokens
-        self.begun = 0.0  # time at which the first step of the window began
-        self.counted = [0.0, 0.0, 0.0]  # steps, steps with prompts, and prompt tokens of the window
-        self.was = 0  # running rows at the last plan
-        self.gone = 0  # sequences that have ended since
+        self.times = np.zeros(3)  # learned seconds of a step, of having prompts in a step, and of TOKENS prompt tokens
+        self.begun = 0.0  # time at which the present window began
+        self.counted = [0.0, 0.0, 0.0]  # counts in the present window: steps, steps with prompts, and prompt tokens
+        self.was = 0  # count of running rows at the last plan
+        self.gone = 0  # count of sequences that have ended since the last plan
         self.prefilled = False  # whether the last plan computed prompts of rows that were already running
-        self.uncomputed: list[float] = []  # prompt tokens of the requests that the last plan could admit, in order
-        self.wanted = 1.0  # new requests to admit at a time
+        # for the requests that the last plan could admit, in order, their count of prompt tokens to compute
+        self.uncomputed: list[float] = []
+        self.wanted = 1.0  # how many new requests should be admitted together
 
     # ---- learning ----------------------------------------------------------------------------------------------
 
     def key(self, new: QueueView) -> np.ndarray:
-        first = new.preempted == 0  # preempted requests were counted before
+        first = new.preempted == 0  # preempted requests have been counted before
         arrival = new.arrival[first]
         target = new.ttft_due[first] - arrival
         self.arrivals.extend(arrival.tolist())
@@ -83,7 +85,7 @@ class Adaptive(SchedulerPolicy):
         return index
 
     def _look(self, load: Load, now: float) -> None:
-        """Count the step that was planned last, and fit the times at the end of each window."""
+        """Add the step that was planned last to the present window, and learn the times when the window is complete."""
         entered = 0
         if self.uncomputed:
             entered = max(0, load.running - self.was + self.gone)
@@ -158,11 +160,10 @@ class Adaptive(SchedulerPolicy):
         return float(min(self.options.max_hold, share))
 
     def figures(self) -> Mapping[str, float]:
-        """Return figures of the policy.
+        """Return counters and learned values of the policy.
 
         ``batch_wanted`` is the number of requests to start together in the last plan.  ``step_ms``, ``prompts_ms`` and
-        ``token_us`` are learned times.  ``held`` counts the plans that held new requests back.
-        """
+        ``token_us`` are learned times.  ``held`` counts the plans that held new requests back."""
         step, prompts, tokens = self.times.tolist()
         return {
             "batch_wanted": self.wanted,

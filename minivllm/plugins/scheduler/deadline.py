@@ -23,16 +23,16 @@ from .options import DeadlineOptions
 if TYPE_CHECKING:
     from typing import Any
 
-IDLE = 1.0  # seconds between two plans that are longer than any step, so the engine was idle
-MOST = 0.8  # share of the time until a token is due
+IDLE = 1.0  # if two plans are so many seconds apart, the engine was idle between them
+MOST = 0.8  # a step may take this share of the time until a token is due
 
 
 class Deadline(SchedulerPolicy):
-    """A policy with the targets ``ttft_ms`` and ``tpot_ms`` of requests, and the deadlines of their sessions.
+    """A policy that serves the request with the least slack first.  It uses the targets ``ttft_ms`` and ``tpot_ms`` of
+    requests, and the deadlines of their sessions.
 
     No request starves.  Requests that have waited ``max_wait`` seconds precede all others, by arrival, and a step
-    computes at least ``min_chunk`` tokens of a prompt.
-    """
+    computes at least ``min_chunk`` tokens of a prompt."""
 
     options: DeadlineOptions
 

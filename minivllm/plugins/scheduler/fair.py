@@ -25,8 +25,8 @@ from .options import FairOptions
 if TYPE_CHECKING:
     from typing import Any
 
-FEW = 65536  # up to this number of comparisons, comparing is faster than sorting
-SPARE = 1024  # stored counters of tenants that neither wait nor run
+FEW = 65536  # up to so many comparisons, comparing all pairs is faster than sorting
+SPARE = 1024  # so many counters are kept of tenants that neither wait nor run
 
 
 class Fair(SchedulerPolicy):
@@ -41,13 +41,13 @@ class Fair(SchedulerPolicy):
 
     def __init__(self, options: Any, ctx: SchedulerContext) -> None:
         super().__init__(options or FairOptions(), ctx)
-        self.place: dict[int, int] = {}  # tenant -> index into counter
+        self.place: dict[int, int] = {}  # tenant -> its index in ``counter``
         self.counter = np.zeros(64)
         self.ids = np.empty(0, np.int64)
         self.paid = np.empty(0)
         self.owner = np.empty(0, np.int64)
         self.active: set[int] = set()  # tenants with a waiting request
-        self.floor = 0.0  # least counter of the tenants that wait, or waited last
+        self.floor = 0.0  # least counter among the tenants with a waiting request, now or the last time there were any
 
     def key(self, new: QueueView) -> np.ndarray:
         for tenant in new.tenant.tolist():
@@ -62,7 +62,7 @@ class Fair(SchedulerPolicy):
 
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
         self._charge(running)
-        line = np.lexsort((head.id, head.arrival, head.tenant))  # grouped by tenant, each by age
+        line = np.lexsort((head.id, head.arrival, head.tenant))  # sorted by tenant, and the requests of a tenant by age
         tenant = head.tenant[line]
         is_first = np.ones(len(line), bool)
         is_first[1:] = tenant[1:] != tenant[:-1]
@@ -71,7 +71,7 @@ class Fair(SchedulerPolicy):
         names = tenants.tolist()
         start = edges.tolist()
         end = [*start[1:], len(line)]
-        if len(names) < self.window:  # otherwise ``head`` may lack tenants
+        if len(names) < self.window:  # then ``head`` has requests of all waiting tenants
             self.active = set(names)
         self._forget()
         places = [self.place[t] if t in self.place else self._place(t) for t in names]
@@ -80,11 +80,11 @@ class Fair(SchedulerPolicy):
         cost = self.options.input_cost * head.prompt
         again = np.flatnonzero(head.preempted)
         _, charged = self._find(head.id[again])
-        cost[again[charged]] = 0.0  # the prompt of a preempted request has been charged
+        cost[again[charged]] = 0.0  # its prompt was charged before the preemption
         chosen: list[int] = []
         old = np.flatnonzero(now - head.arrival > self.options.max_wait)
         if len(old):
-            late = head.take(old)  # requests that have waited too long
+            late = head.take(old)  # requests that have waited longer than ``max_wait``
             oldest_first = np.lexsort((late.id, late.arrival))
             chosen = old[oldest_first].tolist()
             groups = np.searchsorted(tenants, head.tenant[chosen])
@@ -110,7 +110,7 @@ class Fair(SchedulerPolicy):
 
     def ended(self, gone: QueueView) -> None:
         _, charged = self._find(gone.id)
-        ran = charged | (gone.known > gone.prompt)  # other ended requests were never served
+        ran = charged | (gone.known > gone.prompt)  # requests that ended without being served cost nothing
         at = self._charge(gone if ran.all() else gone.take(ran))
         stay = np.ones(len(self.ids), bool)
         stay[at] = False
@@ -119,7 +119,7 @@ class Fair(SchedulerPolicy):
         self.owner = self.owner[stay]
 
     def victim(self, candidates: QueueView, need: int) -> int:
-        at = self._charge(candidates)  # before ``owner`` is read, because this call may extend the array
+        at = self._charge(candidates)  # called before ``owner`` is read, because it may replace that array
         had = self.counter[self.owner[at]]
         order = np.lexsort((candidates.id, candidates.arrival, had))
         return int(order[-1])
@@ -137,7 +137,8 @@ class Fair(SchedulerPolicy):
         return {"tenants": len(self.place), "waiting": len(self.active), "floor": self.floor, "lead": lead}
 
     def _charge(self, view: QueueView) -> np.ndarray:
-        """Count the service of these sequences since they were charged last, and return their places in ``ids``."""
+        """Add the service that these sequences have had since the last call to the counters of their tenants.  Return
+        their indices in ``ids``."""
         at, known = self._find(view.id)
         fresh = np.flatnonzero(~known)
         new = len(fresh)
@@ -156,11 +157,11 @@ class Fair(SchedulerPolicy):
         return at
 
     def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the place in ``ids`` of each sequence, and bool [n] whether it is there, which means that it has
-        been charged."""
+        """Return the index in ``ids`` of each sequence, and bool [n] whether it is there, which means that it was
+        charged before."""
         n = len(self.ids)
         m = len(ids)
-        if n <= m and (ids[:n] == self.ids).all():  # usual for running rows, because new requests come last
+        if n <= m and (ids[:n] == self.ids).all():  # usual for running rows: the known sequences come first
             every = np.arange(m)
             return every, every < n
         if n * m <= FEW:

@@ -93,7 +93,7 @@ class PrefixAwareOptions(BaseModel):
 
 
 class FairOptions(BaseModel):
-    """The service of a token, and a bound on the wait of a request."""
+    """What a token of service costs, and how long a request waits at most."""
 
     model_config = CLOSED
 

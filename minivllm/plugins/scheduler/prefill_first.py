@@ -30,7 +30,7 @@ class PrefillFirst(SchedulerPolicy):
 
     def __init__(self, options: Any, ctx: SchedulerContext) -> None:
         super().__init__(options or PrefillFirstOptions(), ctx)
-        self.length = 0  # tokens of the oldest prompt in the step's group; 0 before the first
+        self.length = 0  # number of tokens of the oldest prompt among those of the step; 0 before the first step
 
     def shape(self, load: Load, now: float) -> StepShape:
         """Return the shape of a step, with a time until which a small batch of waiting requests is held back.
