@@ -27,7 +27,7 @@ PLAIN_FORMATS = ("bf16", "fp16", "fp32")  # KV formats that store keys as plain 
 
 
 class CompressedModel(NamedTuple):
-    """The facts that may exclude a compressor."""
+    """The facts about a model and its processors that may exclude a compressor."""
 
     specs: Sequence[AttnSpec]  # layers with attention
     config: Any  # the model's config object

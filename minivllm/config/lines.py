@@ -46,7 +46,7 @@ class _Scanner:
         self._line = 1
 
     def run(self) -> dict[Place, int]:
-        """Scan the text and return the lines."""
+        """Scan the text, and return the line of each key and list element by its path."""
         prefix: Place = ()
         self._skip()
         while self.at < len(self.text):

@@ -155,7 +155,7 @@ class ServerConfig(Strict):
     @field_validator("allowed_hosts")
     @classmethod
     def _names(cls, names: list[str]) -> list[str]:
-        """Check the accepted host names."""
+        """Check that the accepted host names have no scheme, port or path."""
         for name in names:
             if not _HOST.fullmatch(name):
                 raise ValueError(

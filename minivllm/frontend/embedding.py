@@ -147,7 +147,7 @@ def embed_requests(
 
 
 def _request(door: FrontDoor, prompt: Any, params: SamplingParams, options: EmbedOptions, done: Any) -> Tracked:
-    """Return the request of one prompt."""
+    """Return the request of the engine that embeds one prompt."""
     text, ids, salt, _ = read_prompt(prompt, door.tokenizer)
     if options.truncate is not None:
         ids = ids[-options.truncate :]

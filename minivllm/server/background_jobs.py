@@ -26,7 +26,7 @@ class Jobs:
         job.task.add_done_callback(lambda _: self._jobs.pop(key, None))
 
     def get(self, identity: str, ident: str) -> Any:
-        """Return a running job, or None."""
+        """Return the running job of a response, or None."""
         return self._jobs.get((identity, ident))
 
     async def cancel(self, identity: str, ident: str) -> None:

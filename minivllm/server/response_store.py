@@ -45,7 +45,7 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Return the number of bytes."""
+        """Return the size of the response in bytes."""
         return len(self.response) + sum(map(len, self.turns))
 
     def pack(self) -> bytes:

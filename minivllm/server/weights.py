@@ -52,7 +52,7 @@ async def sleep(request: Request, service: Service) -> Any:
 
 
 async def wake(request: Request, service: Service) -> Any:
-    """Allocate the memory again."""
+    """Allocate the memory again after ``/sleep``."""
     return await _answer(service, "wake")
 
 

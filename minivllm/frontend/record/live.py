@@ -91,7 +91,7 @@ class _Walk:
     # ---- classes and functions -----------------------------------------------------------------------------------
 
     def add_class(self, cls: type) -> None:
-        """Add a class and its bases."""
+        """Add the source of a class and of its bases."""
         for base in cls.__mro__:
             if base is not object and not known_without(base.__module__) and self._new(base):
                 self._add_one_class(base)

@@ -198,13 +198,13 @@ class ValueText:
         return [reduced] if isinstance(reduced, str) else [self.of(list(reduced[1:3]), depth)]
 
     def _count(self, members: int) -> None:
-        """Count members of containers.  UnknownValueError beyond ``MOST``."""
+        """Add ``members`` to the number of members of all containers.  UnknownValueError beyond ``MOST``."""
         self._members_left -= members
         if self._members_left < 0:
             raise UnknownValueError(f"more than {MOST:,} values in containers")
 
     def _take(self, size: int) -> None:
-        """Count bytes.  UnknownValueError beyond ``LARGEST``."""
+        """Add ``size`` to the number of bytes of all values.  UnknownValueError beyond ``LARGEST``."""
         self._bytes_left -= size
         if self._bytes_left < 0:
             raise UnknownValueError(f"more than {LARGEST >> 20} MiB")

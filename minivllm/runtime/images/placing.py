@@ -68,7 +68,7 @@ class _Written:
         self.joined = {(a, b): c for a, b, c in facts.joined}
 
     def add(self, ids: Iterable[int]) -> None:
-        """Add tokens behind those so far."""
+        """Append tokens, and join tokens that meet where the tokenizer writes them as one."""
         new = list(ids)
         if self.ids and new:
             whole = self.joined.get((self.ids[-1], new[0]))

@@ -114,7 +114,7 @@ class ImageReader:
             return self._prepared.setdefault(image.digest, image)
 
     def encoder(self) -> ImageEncoder:
-        """Return the plug-in, which is constructed once."""
+        """Return the encoder plug-in, which is constructed once."""
         with self._lock:
             if self._encoder is None:
                 assert self.part is not None, "an engine without an encoder refuses images before"

@@ -133,7 +133,7 @@ class ChannelReply:
             self._add(tag)
 
     def _begin_message(self) -> None:
-        """Begin the message of the header."""
+        """Begin the message (reasoning, call or content) that the complete header announces."""
         header = "".join(self._header or ())
         self._header = None
         self._size = 0

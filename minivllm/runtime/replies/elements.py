@@ -14,7 +14,7 @@ PLACEHOLDER = re.compile(r"\{(?:name|key|id)\}")
 
 
 class Element(Protocol):
-    """A piece of syntax."""
+    """A piece of syntax that can be matched at a position of a text."""
 
     def read(self, text: str, at: int) -> int:
         """Return the end of the element at a position, ``NO``, or ``PARTIAL`` if more text may complete it."""
@@ -22,7 +22,7 @@ class Element(Protocol):
 
 @dataclass(frozen=True)
 class Literal:
-    """One of several texts."""
+    """An element that matches one of several texts."""
 
     texts: tuple[str, ...]
 
@@ -40,7 +40,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class Whitespace:
-    """Whitespace, which may be missing."""
+    """An element that matches whitespace, which may be missing."""
 
     def read(self, text: str, at: int) -> int:
         """Return the end of the whitespace at a position."""

@@ -338,7 +338,7 @@ class Arguments:
         return joined('"["', listed if least else f"({listed})?", '"]"')
 
     def _between(self, body: str) -> str:
-        """Return a text between the tags ``quote``."""
+        """Return the Lark sequence for a text between the tags ``quote``."""
         quote = self._rules.items(self._calls.quote)
         return joined(*quote, self._ended(body, quote))
 

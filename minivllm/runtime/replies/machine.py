@@ -529,7 +529,7 @@ class DescribedReply:
         return self._form.pair
 
     def _schema(self) -> object:
-        """Return the schema of the argument."""
+        """Return the JSON schema of the argument that is being read."""
         function = self._context.functions.get(self._name)
         properties = function.get("properties") if function else None
         return properties.get(self._key) if isinstance(properties, dict) else None

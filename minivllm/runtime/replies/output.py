@@ -84,7 +84,7 @@ class Output:
         self.parts.append(Begun(name))
 
     def write(self, text: str) -> None:
-        """Add a piece of the arguments."""
+        """Add a piece of the arguments of the open call."""
         if text:
             self.parts.append(Written(text))
 

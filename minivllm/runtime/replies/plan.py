@@ -241,7 +241,7 @@ class FormatPlan:
         return pieces[0], tuple(self._templates.elements(rest))
 
     def _add_role(self, tag: str, calls: Sequence[CallCandidate] = (), thought: CallCandidate | None = None) -> None:
-        """Add the meaning of a tag."""
+        """Add a meaning of a tag: the heads of calls, or the reasoning, that it may begin."""
         for text in self._templates.spellings[tag]:
             self._merge(text, TagRole(tuple(calls), thought))
 

@@ -78,6 +78,6 @@ def last_place(ids: np.ndarray, tag: Sequence[int]) -> int:
 
 
 def _check(ok: bool, problem: str) -> None:
-    """Raise RequestError unless ``ok``."""
+    """Raise RequestError with the text ``problem`` unless ``ok``."""
     if not ok:
         raise RequestError(f"{TAGS}{problem}; expected {WANTED}", TAGS)

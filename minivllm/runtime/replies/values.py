@@ -240,7 +240,7 @@ def quoted_arguments(text: str, quotes: tuple[str, ...], spell: Callable[[str], 
 
 
 def _bare(word: str, is_key: bool) -> str:
-    """Return a word without quotes as JSON."""
+    """Return the JSON text of a key or value that is written without quotes."""
     if is_key:
         return dumped(word)
     if word in WORDS:

@@ -104,7 +104,7 @@ class Helper:
             self._stopped = False
 
     def _check(self, source: GrammarSource) -> None:
-        """Raise the errors of ``check``."""
+        """Compile a grammar in the process, and raise the errors that ``check`` describes."""
         answer = self._answer(source)
         ended = answer.get("ended")
         if ended == "stopped":

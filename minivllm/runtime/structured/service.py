@@ -80,7 +80,7 @@ class Grammars:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the cached grammars."""
+        """Return the size of the cached grammars in bytes."""
         return self._kept.bytes
 
     @cached_property

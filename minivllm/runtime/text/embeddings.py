@@ -18,7 +18,7 @@ class EmbeddingOutput(_OutputRecord):
 
     @property
     def hidden_size(self) -> int:
-        """Return the number of values."""
+        """Return the number of values of the embedding."""
         return len(self.embedding)
 
 

@@ -49,7 +49,7 @@ SPECIAL = (TokenKind.CONTROL, TokenKind.UNKNOWN)
 
 
 class Vocabulary(NamedTuple):
-    """The checked keys of a file."""
+    """The checked keys of a GGUF file that describe its tokenizer."""
 
     file: GgufFile
     model: str  # "gpt2" or "llama"

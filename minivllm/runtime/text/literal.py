@@ -48,12 +48,12 @@ class ChatPrompt:
 
     @property
     def text(self) -> str:
-        """Return the whole text."""
+        """Return the text of the whole prompt."""
         return "".join(self.pieces)
 
     @property
     def special(self) -> tuple[str, ...]:
-        """Return the special tokens."""
+        """Return the special tokens of the prompt in their order."""
         return self.pieces[1::2]
 
 

@@ -166,7 +166,7 @@ class CompletionOutput(_OutputRecord):
 
     @property
     def tokens(self) -> list[int]:
-        """Return the token ids."""
+        """Return the token ids of the sequence."""
         return self.token_ids
 
     @property
@@ -410,7 +410,7 @@ class SequenceText:
         return "".join(pieces), None, len(ids)
 
     def _take(self, ids: list[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Store the log-probabilities of ids."""
+        """Store the log-probabilities of new token ids, one element for each."""
         if not ids:
             return
         assert self._scores is not None and self.cumulative_logprob is not None

@@ -24,7 +24,7 @@ METHODS_OF_MAPPINGS = frozenset({"items", "keys", "values", "get"})
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """The facts about a template."""
+    """The facts about a chat template."""
 
     written: tuple[str, ...] = ()  # texts that the template may print
     names: frozenset[str] = frozenset()  # words that the template looks up or compares with

@@ -384,7 +384,7 @@ class Tokenizer:
 
     @cached_property
     def _spellings(self) -> Spellings:
-        """Return the search for spellings of ``_kept_apart``."""
+        """Return the search for text that spells one of the tokens ``_kept_apart``."""
         words: list[str] = []
         if self.backend is not None:
             words = [t.content for t in self.backend.get_added_tokens_decoder().values() if t.single_word]

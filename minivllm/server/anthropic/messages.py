@@ -64,7 +64,7 @@ async def _work(request: Request, service: Service, model: type[Any]) -> Message
 
 
 class MessageStream(EventStream):
-    """The events of a message."""
+    """The stream of the events of a message."""
 
     comment = PING
     _request_id = ""

@@ -578,7 +578,7 @@ class EngineLoop(TurnLoop):
         return full
 
     def _columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of the frame."""
+        """Return the columns of the present frame."""
         columns = self.tapped.columns() | self.routes.columns()
         if self.parts:
             rows = np.concatenate([rows for rows, _ in self.parts], axis=-1)

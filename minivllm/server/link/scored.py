@@ -54,7 +54,7 @@ class Scored(Sequence[dict[int, Logprob]]):
         self.spell = spell
 
     def extend(self, more: Scored) -> None:
-        """Append the tokens of another object."""
+        """Append the log-probabilities of the tokens of another object."""
         last = self.ends[-1]
         self.tokens += more.tokens
         self.chosen += more.chosen

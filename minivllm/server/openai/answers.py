@@ -60,7 +60,7 @@ class WrittenInParts(Protocol):
     """A value whose JSON is written in parts."""
 
     def parts(self, shaper: Shaper) -> AsyncIterator[bytes]:
-        """Yield the JSON of the value."""
+        """Yield the JSON of the value, in parts."""
 
 
 class Shaper:

@@ -110,7 +110,7 @@ def _entry(catalog: Catalog, option: str, name: str) -> Any:
 
 
 def _built(catalog: Catalog, option: str, name: str) -> ReplyParser:
-    """Return the parser of a name."""
+    """Return the parser plug-in that has a name."""
     registry = catalog["parser"]
     entry = _entry(catalog, option, name)
     label = entry.name if entry.builtin or entry.dist == LOCAL else entry.label

@@ -135,7 +135,7 @@ class Tools:
         return {"json": schema, **COMPACT}
 
     def _of(self, name: str) -> JsonObject:
-        """Return the function of a name."""
+        """Return the declared function that has a name."""
         return next(tool["function"] for tool in self.listed if tool["function"]["name"] == name)
 
 

@@ -84,7 +84,7 @@ class ParsedRequest:
 
     @property
     def form(self) -> JsonObject:
-        """Return the format of the text."""
+        """Return the field ``text.format`` of the body, {"type": "text"} by default."""
         return (self.body.text or {}).get("format") or {"type": "text"}
 
     def renamed(self, text: str) -> str:

@@ -77,7 +77,7 @@ class History:
         return found
 
     async def _item(self, ident: str, at: str) -> JsonObject:
-        """Return the item with an id."""
+        """Return the item with an id from an earlier response."""
         match = ITEM.fullmatch(ident)
         response = f"resp_{match[1]}" if match else ""
         if match and response not in self._read:
