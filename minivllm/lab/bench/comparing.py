@@ -133,7 +133,7 @@ class ComparedRuns:
 
 
 def _clock(runs: Rows) -> float:
-    """Return the median clock of some runs in MHz, NaN if it is unknown."""
+    """Return the median clock rate of the device during some runs, in MHz; NaN if it is unknown."""
     clocks = [run["state"].get("mhz") for run in runs]
     return percentile([mhz for mhz in clocks if mhz], 50)
 

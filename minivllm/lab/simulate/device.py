@@ -112,7 +112,7 @@ class Simulated(Counting):
         return taken
 
     def _count(self) -> None:
-        """Count a repeated step."""
+        """Count a step that repeats the last one with a token more in each row."""
         self._kv += len(self._at)
         self._left -= 1
         self._ahead += 1
