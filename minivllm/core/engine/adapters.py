@@ -116,8 +116,10 @@ class EngineAdapters:
 
     def _find(self, request: LoRARequest) -> Adapter:
         if request.lora_int_id in self.unloaded:
-            what = f"adapter {shown(request.lora_name)} was unloaded"
-            raise RequestError(f"{what}: load it again, under a new id", "lora_request")
+            raise RequestError(
+                f"adapter {shown(request.lora_name)} was unloaded: load it again, under a new id",
+                "lora_request",
+            )
         adapter = self.known.get(request.lora_int_id)
         if adapter is not None and adapter.request == request:
             if adapter.state == FAILED and not adapter.users:

@@ -45,8 +45,11 @@ def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
         who = f"the executor {type(engine.executor).__name__}"
         raise RequestError(f"{guide.param}: {who} serves no guides; use another one", guide.param)
     if engine.wiring.max_num_seqs < 2:
-        what = f"{guide.param} takes two rows; expected max_num_seqs of at least 2"
-        raise RequestError(f"{what}, and it is {engine.wiring.max_num_seqs}", guide.param)
+        raise RequestError(
+            f"{guide.param} takes two rows; expected max_num_seqs of at least 2"
+            f", and it is {engine.wiring.max_num_seqs}",
+            guide.param,
+        )
     prompt = np.array(list(guide.prompt) or request.prompt[-1:], np.int32)
     most = request.end - len(request.prompt)
     own = SamplingParams(
@@ -61,9 +64,11 @@ def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
     for g, pool in enumerate(cache.pools):
         need = sum(cache.worst(g, len(r.prompt), r.end) for r in (request, beside))
         if need > pool.total - 1:
-            what = f"{guide.param}: the request and its guide need {need} blocks of the KV cache"
-            fix = "shorten them, lower max_tokens, or raise num_kvcache_blocks"
-            raise RequestError(f"{what}, which has {pool.total - 1}; {fix}", guide.param)
+            raise RequestError(
+                f"{guide.param}: the request and its guide need {need} blocks of the KV cache, "
+                f"which has {pool.total - 1}; shorten them, lower max_tokens, or raise num_kvcache_blocks",
+                guide.param,
+            )
     request.stops = replace(request.stops, end=request.end)
     further = len(prompt) - len(request.prompt)
     beside.stops = replace(request.stops, end=beside.end, min_end=request.stops.min_end + further)

@@ -47,8 +47,8 @@ class _Ends:
         for i, some in enumerate(ids):
             if some:
                 found.setdefault(some, []).append(i)
-        # for each set of equal ids: (indices i, rows of the mask, indices of the mask words, bits
-        # in these words)
+        # Rows grouped by equal ids to forbid; for each group: indices into ``at``, rows of the
+        # mask, indices of the mask words, bits in these words.
         self.kinds = [
             (np.array(which), np.array(at)[which], *_bits(some)) for some, which in found.items()
         ]

@@ -93,20 +93,27 @@ def _pruned_vectors(params: RouteParams, layers: list[ExpertLayer]) -> dict[int,
     found = {}
     for number, experts in pruned.items():
         if int(number) >= len(layers):
-            problem = f"{NAME}.pruned: there is no layer {number} with experts"
-            raise RequestError(f"{problem}; expected 0 to {len(layers) - 1}", NAME)
+            raise RequestError(
+                f"{NAME}.pruned: there is no layer {number} with experts"
+                f"; expected 0 to {len(layers) - 1}",
+                NAME,
+            )
         layer = layers[int(number)]
         vector = np.zeros(layer.experts, np.float32)
         for expert in experts:
             if expert >= layer.experts:
-                problem = f"{NAME}.pruned: there is no expert {expert}"
-                raise RequestError(f"{problem}; expected 0 to {layer.experts - 1}", NAME)
+                raise RequestError(
+                    f"{NAME}.pruned: there is no expert {expert}"
+                    f"; expected 0 to {layer.experts - 1}",
+                    NAME,
+                )
             vector[expert] = -np.inf
         left = int(np.count_nonzero(vector == 0))
         if left < layer.chosen:
-            problem = f"{NAME}.pruned leaves {left} experts of layer {number}"
             raise RequestError(
-                f"{problem}; expected at least {layer.chosen}, as many as a token uses", NAME
+                f"{NAME}.pruned leaves {left} experts of layer {number}"
+                f"; expected at least {layer.chosen}, as many as a token uses",
+                NAME,
             )
         if left < layer.experts:
             found[layer.router] = vector
@@ -121,8 +128,11 @@ def _given_rows(
         return None
     names = list(capacity.taps or {})
     if [names[layer.ids] for layer in layers] != list(capacity.given):
-        text = f"{NAME}.given: the model {model} with this executor does not accept given routes"
-        raise RequestError(f"{text}; a model with a router hook computes the weights itself", NAME)
+        raise RequestError(
+            f"{NAME}.given: the model {model} with this executor does not accept given routes"
+            "; a model with a router hook computes the weights itself",
+            NAME,
+        )
     given = params.given_routes
     (_, _, experts, chosen) = layers[0]
     if given.shape[1:] != (len(layers), chosen):
@@ -132,9 +142,10 @@ def _given_rows(
             NAME,
         )
     if len(given) >= end:
-        text = f"{NAME}.given has routes for {len(given)} positions"
         raise RequestError(
-            f"{text}; expected at most {end - 1}, one less than the longest answer", NAME
+            f"{NAME}.given has routes for {len(given)} positions"
+            f"; expected at most {end - 1}, one less than the longest answer",
+            NAME,
         )
     if given.max(initial=OWN) >= experts:
         raise RequestError(

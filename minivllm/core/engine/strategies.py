@@ -57,8 +57,10 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
         raise RequestError(f"{what} failed on this request: {describe_error(e, made)}") from e
     there = ", ".join(name for name, _ in strategies)
     field = min(requested, default="n")
-    what = f"{field}={p.extra[field] if field in p.extra else getattr(p, field)}"
-    raise RequestError(f"{what}: none of the strategies in the config ({there}) takes it", field)
+    value = p.extra[field] if field in p.extra else getattr(p, field)
+    raise RequestError(
+        f"{field}={value}: none of the strategies in the config ({there}) takes it", field
+    )
 
 
 def answer(request: Request) -> list[Seq]:

@@ -98,14 +98,20 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
     for number, vector in steering.items():
         if not np.isfinite(vector).all() or np.abs(vector).max() > limit:
             name = list(points)[number]
-            what = f"taps: what is added at {name} is out of the range of {wiring.dtype}"
-            raise RequestError(f"{what}; use smaller numbers or a smaller scale", "taps")
+            raise RequestError(
+                f"taps: what is added at {name} is out of the range of {wiring.dtype}"
+                "; use smaller numbers or a smaller scale",
+                "taps",
+            )
     if routes is not None:
         _add_routes(routes, points, read, steering)
     if read and request.beams is not None:
         name = "taps" if routes is None or not routes.reads else "routes"
-        what = f"{name}: values are not read of a request whose strategy runs after every step"
-        raise RequestError(f"{what}; use read=False, or no beam_width", name)
+        raise RequestError(
+            f"{name}: values are not read of a request whose strategy runs after every step"
+            "; use read=False, or no beam_width",
+            name,
+        )
     request.tapped = RequestTaps(
         dict(sorted(read.items())), dict(sorted(steering.items())), numbers[LOGITS], routes
     )
@@ -134,14 +140,23 @@ def _add_routes(
 
 def _fitting(tap: Tap, width: int) -> np.ndarray:
     if tap.point == LOGITS:
-        what = "taps: nothing is added to the model's own logits"
-        raise RequestError(f"{what}; use only read=True, and logit_bias or a processor", "taps")
+        raise RequestError(
+            "taps: nothing is added to the model's own logits"
+            "; use only read=True, and logit_bias or a processor",
+            "taps",
+        )
     if read_only(tap.point):
-        what = f"taps: nothing is added to {tap.point}, which are numbers of experts"
-        raise RequestError(f"{what}; use only read=True, or a tap of the router's logits", "taps")
+        raise RequestError(
+            f"taps: nothing is added to {tap.point}, which are numbers of experts"
+            "; use only read=True, or a tap of the router's logits",
+            "taps",
+        )
     if len(tap.add) != width:
-        what = f"taps: a vector of {len(tap.add)} numbers for {tap.point}"
-        raise RequestError(f"{what}; expected {width}, the width of that point", "taps")
+        raise RequestError(
+            f"taps: a vector of {len(tap.add)} numbers for {tap.point}"
+            f"; expected {width}, the width of that point",
+            "taps",
+        )
     return tap.vector
 
 

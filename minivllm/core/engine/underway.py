@@ -54,7 +54,8 @@ class Underway:
         self.delayed: list[Seq] = []  # requests that the last plan passed over
 
     def enter(self, slot: int) -> None:
-        """Add a row that has just entered a slot, if its prompt is long enough."""
+        """Add a row to the rows that compute long prompts, after it has entered a slot; rows with short prompts are not
+        added."""
         blocks = int(self.slots.known[slot]) // self.cache.block
         published = int(self.slots.prefix_published[slot])
         self._remove(slot)

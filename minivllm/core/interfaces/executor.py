@@ -148,7 +148,7 @@ class Wiring:
     have the same names as in the configuration."""
 
     model_dir: str
-    load_format: str  # auto | safetensors | pt | dummy
+    load_format: str  # format of the weights to load: auto | safetensors | pt | dummy
     device: str
     dtype: str
     max_num_seqs: int

@@ -27,7 +27,8 @@ GREEDY, DRAWN, LIMITED, MIN_P, FULL, K_SHIFT = 1, 2, 4, 8, 16, 5
 MIN_TEMPERATURE = 1e-5  # below this temperature 1 / T overflows float32, so the row is greedy
 # least top_p; a smaller one would become 0 in the column, which excludes even the best token
 MIN_TOP_P = torch.finfo(torch.float32).tiny
-# probabilities are whole numbers, and the most likely token has this one; sums over 2**22 tokens fit in int64
+# MASS_SCALE is the mass (probability as a whole number) of the most likely token; sums of masses over 2**22 tokens fit
+# in int64.
 MASS_SCALE = 2.0**40
 COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # names of the columns that the kernels read
 CHUNK = 1 << 23  # so many logits are sorted at a time, which limits the temporary memory to about 0.25 GB
@@ -129,8 +130,8 @@ class DefaultSampler(Sampler):
             count = min(1 << (bounds.bit_length() - 1), width)
             best_first = x.topk(count, dim=1).values
             limit = _nucleus(best_first, floor, top_k, top_p)
-            # Rows without a limit are in the same step, and their floor must not be computed from only the few best
-            # logits.
+            # Rows without top-k and top-p may be in the same step. They keep their floor, because the few best logits
+            # do not show which limit they need.
             free = (top_k == 0) & (top_p == 1)
             return torch.where(free, floor, limit)
         chunk = max(CHUNK // width, 1)
