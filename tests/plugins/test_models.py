@@ -185,7 +185,7 @@ TABLE = DecoderSpec(61, 32, (LayerSpec(AttnSpec(4, 2, 8, 8), MLP(48), Rope(8, 10
         ({"mlp": Experts(4, 2, 8, router=Router("max"))}, "layer 0: mlp.router.score='max': expected one of softmax, "),
         ({"mlp": Experts(4, 5, 8)}, "layer 0: mlp.chosen=5: expected between 1 and mlp.count=4"),
         ({"rope": Rope(8, 100.0, "ntk")}, "layer 0: rope.kind='ntk': expected one of default, linear, "),
-        ({"parallel": True, "norms": "around"}, "layer 0: a parallel block has its norm before"),
+        ({"parallel": True, "norms": "around"}, "layer 0: parallel=True is only implemented with norms='before'"),
     ],
 )
 def test_a_word_that_no_table_has_is_refused(change, message):

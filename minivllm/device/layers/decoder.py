@@ -383,6 +383,6 @@ def check(spec: DecoderSpec) -> None:
                 f"layer {i}: mlp.chosen={experts.chosen}: expected between 1 and mlp.count={experts.count}"
             )
         if layer.parallel and layer.norms != BEFORE:
-            raise ModelError(f"layer {i}: a parallel block has its norm before: expected norms='before'")
+            raise ModelError(f"layer {i}: parallel=True is only implemented with norms='before'")
         if layer.mlp_norm and not layer.parallel:
-            raise ModelError(f"layer {i}: mlp_norm is for a parallel block: expected parallel=True")
+            raise ModelError(f"layer {i}: mlp_norm=True is only for parallel=True")

@@ -222,7 +222,7 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False, ignored
     if ORIGINAL in ROPES[kind][0]:
         params[ORIGINAL] = _trained_length(cfg, params, nested)
     if nested:
-        # transformers ignores a nested value, so only the one of the outer table counts
+        # transformers reads ``truncate`` from the outer table only, and ignores a nested one
         params.pop("truncate", None)
     needs, takes = ROPES[kind]
     for name in ("rope_theta", *needs, *takes):

@@ -86,7 +86,7 @@ class Lowering:
         self.spec: DecoderSpec = model.spec
         self.model, self.blocks = self._served(model)
         if type(self.model) is not Decoder or any(type(block) is not DecoderBlock for block in self.blocks):
-            raise NotLowered(f"the model {type(model).__name__} is not made of a table")
+            raise NotLowered(f"the model {type(model).__name__} is not a Decoder, which a DecoderSpec describes")
         self.modules = modules
         self.program = program
         self.block = block  # number of tokens of a KV block
@@ -167,11 +167,11 @@ class Lowering:
         token = (self.block, a.kv_heads)
         scales = [cache[name] for name in SCALES] if scaled else []
         if any(x.shape[1:] != token or x.dtype != torch.float32 or not whole(x) for x in scales):
-            raise NotLowered(f"layer {i} has scales of keys and values that do not lie token by token")
+            raise NotLowered(f"layer {i} has scales of keys and values that are not ordered by tokens")
         key_shape = (*token, a.dim_qk)
         value_shape = (*token, a.dim_v)
         if k.shape[1:] != key_shape or v.shape[1:] != value_shape or not whole(k, v):
-            raise NotLowered(f"layer {i} has a KV cache that does not lie token by token")
+            raise NotLowered(f"layer {i} has a KV cache whose memory is not ordered by tokens")
 
     def _view(self, name: str, first: int, width: int) -> int:
         """Return the index of the native program's register for columns [first, first + width) of the buffer
@@ -207,12 +207,12 @@ class Lowering:
         NotLowered for a layer that sums over processes, and for a storage form that the kernels cannot read."""
         sums = isinstance(module, Linear) and module.reduce
         if sums or not isinstance(module, (Linear, LMHead, TiedLMHead)):
-            raise NotLowered(f"{module.name} is a {type(module).__name__} that it cannot multiply by")
+            raise NotLowered(f"{module.name} is a {type(module).__name__}, which native code cannot multiply by")
         outputs = module.info.out_features
         inputs = module.info.in_features
         stored = module.stored()
         if stored is None or not readable(stored, outputs, inputs):
-            raise NotLowered(f"the weight of {module.name} lies in a form that it does not read")
+            raise NotLowered(f"the weight of {module.name} is stored in a form that native code does not read")
         bias = getattr(module, "bias", None)
         if bias is not None:
             bias = bias.float()
@@ -257,7 +257,7 @@ class Lowering:
             return None
         found = linear.adapter.low_rank(self.adapters)
         if found is None or found.a.dtype not in PLAIN or not whole(found.a[0], found.b[0]):
-            raise NotLowered(f"adapters of {linear.name} are no low-rank products in memory that it reads")
+            raise NotLowered(f"adapters of {linear.name} are no low-rank products that native code reads")
         begins = [rows.start for rows in linear.info.rows.values()]
         starts = torch.tensor([*begins, linear.info.out_features])
         layer = low_rank(found.a, found.b, found.ranks, starts)
@@ -465,7 +465,7 @@ class HeadLowering(Lowering):
 
     def _served(self, model: Any) -> tuple[Any, Sequence[Any]]:
         if type(model) is not PredictionHead:
-            raise NotLowered(f"the drafter's head {type(model).__name__} is not a product and a layer")
+            raise NotLowered(f"the drafter's head {type(model).__name__} is not a PredictionHead")
         return model.target, [model.block]
 
     def _embed(self) -> None:

@@ -444,7 +444,7 @@ class ModuleParts:
         (``rope.switch``) unless ``twice`` makes the tables of both lengths."""
         if rope.switch is not None and not twice:
             raise ModelError(
-                f"rope_type={rope.kind!r} changes at {rope.switch} tokens: expected a model that is described"
+                f"rope_type={rope.kind!r} needs other tables above {rope.switch} tokens, which only a Decoder supports"
             )
         key = (rope, twice)
         if key not in self._tables:

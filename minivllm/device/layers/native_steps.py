@@ -106,15 +106,13 @@ class NativeSteps:
         if wiring.batch_invariant:
             raise NotLowered("batch_invariant=true")
         if parts.shard.size > 1:
-            raise NotLowered(f"{parts.shard.size} processes share the model, and sum between its operations")
+            raise NotLowered(f"{parts.shard.size} processes share the model, and native code does not sum over them")
         backend = parts.backend
         for seam, plugin in (("attention", backend), ("kvformat", backend.ctx.kv_format)):
             if not replaceable(plugin):
-                raise NotLowered(f"the {seam} {wiring.parts[seam].name} runs itself")
+                raise NotLowered(f"the plug-in {wiring.parts[seam].name} ({seam}) has code of its own, which must run")
         if not parts.described:
-            raise NotLowered(
-                f"the model {wiring.parts['model'].name} is more than its table: it has a build() of its own"
-            )
+            raise NotLowered(f"the model {wiring.parts['model'].name} has a build() of its own, which may compute more")
 
     def _temperature(self, wiring: Wiring) -> torch.Tensor:
         """Return the sampler's column of temperatures, f32 [S].  PluginError if no column has this dtype and shape."""
@@ -122,7 +120,7 @@ class NativeSteps:
         if column is None or column.dtype != torch.float32 or column.shape != self.state.stopped.shape:
             name = wiring.parts["sampler"].name
             raise PluginError(
-                f"the sampler {name} says native={self.plain}: expected a column `temperature` of one float32 a row"
+                f"the sampler {name} declares native={self.plain}: expected a column `temperature`, f32 per row"
             )
         return column
 
@@ -286,7 +284,7 @@ class NativeHead:
         self.state = state
         for plugin in (parts.backend, parts.backend.ctx.kv_format):
             if not replaceable(plugin):
-                raise NotLowered(f"{type(plugin).__name__} of the drafter's head runs itself")
+                raise NotLowered(f"{type(plugin).__name__} of the drafter's head has code of its own, which must run")
         # drafts are not accepted yet, so the program gets separate lengths and end flags of the sequences to write
         self.known = torch.zeros_like(state.known)
         self.stopped = torch.zeros_like(state.stopped)

@@ -42,7 +42,8 @@ PLACE = 32768  # bytes that each program of a gather moves at a time
 TILES = ((1, 4096), (32, 16384))
 DRAWN = 128  # rows whose sampled tokens a program copies
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-# number of ranks -> largest sum by the method "words", in rows of 8 KiB; -> smallest sum in bytes by "split"
+# number of ranks -> largest sum that the method "words" computes, in rows of 8 KiB; and smallest one, in bytes, of the
+# method "split"
 BY_WORDS = {2: 32, 3: 16, 4: 16, 5: 8, 6: 8, 7: 8, 8: 8}
 SPLIT_FROM = {4: 4 << 20, 8: 256 << 10}
 

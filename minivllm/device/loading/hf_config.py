@@ -46,7 +46,9 @@ class Checkpoint:
         if not (isinstance(named, list) and named and isinstance(named[0], str)):
             raise ModelError(f'{self.folder}/config.json: names no architecture; expected "architectures": ["..."]')
         if len(named[0]) > 128:
-            raise ModelError(f"{self.folder}/config.json: architectures={shown(named)}: is no name of one")
+            raise ModelError(
+                f"{self.folder}/config.json: architectures={shown(named)}: expected a name of up to 128 letters"
+            )
         return RENAMED.get(named[0], named[0])
 
     @property

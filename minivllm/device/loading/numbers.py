@@ -25,7 +25,7 @@ DTYPES = ("float64", "float32", "float16", "bfloat16", "float", "double", "half"
 
 @dataclass(frozen=True)
 class Whole:
-    """A whole number between two limits, or null if ``null`` is set."""
+    """The limits of a field that is a whole number, or null if ``null`` is set."""
 
     least: int
     most: int
@@ -43,7 +43,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Real:
-    """A number between two limits, or null."""
+    """The limits of a field that is a number or null."""
 
     least: float
     most: float
@@ -58,7 +58,7 @@ class Real:
 
 @dataclass(frozen=True)
 class Ids:
-    """A token id, a list of them, or null."""
+    """The limits of a field that is a token id, a list of token ids, or null."""
 
     least: int = 0
 
@@ -72,7 +72,7 @@ class Ids:
 
 
 class Dtype:
-    """The name of a dtype that weights have, or null."""
+    """The accepted values of a field that is the name of a dtype, or null."""
 
     def refuse(self, value: Any) -> str | None:
         if value is None:
@@ -206,7 +206,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def _is_none(value: Any) -> bool:
-    """Return whether a number of experts or units means that there are none."""
+    """Return whether a field's value, a number of experts or of units, means that the model has none: null or 0."""
     return value is None or (type(value) is int and value == 0)
 
 
@@ -256,7 +256,8 @@ def check_numbers(where: str, raw: Fields) -> None:
 
 
 def _not_of(value: Any, kind: type, wanted: str) -> str | None:
-    """Return ``wanted`` for a value that is neither of a kind nor null."""
+    """Return None for a value that is null or an instance of ``kind``; return ``wanted``, the accepted values, for
+    another."""
     return None if value is None or isinstance(value, kind) else wanted
 
 

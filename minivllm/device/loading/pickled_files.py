@@ -114,7 +114,9 @@ def _checked(path: Path, found: Any) -> dict[str, Tensor]:
             kind = f"{str(tensor.layout).removeprefix('torch.')} {str(tensor.dtype).removeprefix('torch.')}"
             raise ModelError(f"{path}: tensor {shown(name)} is {kind}; expected a dense tensor of numbers")
         if tensor.numel() > MOST_ELEMENTS:
-            raise ModelError(f"{path}: tensor {shown(name)} has shape {list(tensor.shape)}, which no model has")
+            raise ModelError(
+                f"{path}: tensor {shown(name)} has shape {list(tensor.shape)}, which exceeds the size of any model"
+            )
     return {name: tensor.detach() for name, tensor in found.items()}
 
 

@@ -40,7 +40,7 @@ class DeltaLayer(ctypes.Structure):
 
 
 class StepInputs(ctypes.Structure):
-    """The C struct ``recurrent.h:StepInputs``: addresses of the inputs of a step."""
+    """The C struct ``recurrent.h:StepInputs``: addresses and strides of a step's inputs and output."""
 
     _fields_ = [
         *each(_ADDRESS, "x ab out"),

@@ -144,7 +144,7 @@ class Graphs:
         self.shared_sizes = [] if self.runner.shared is None else shared_sizes(self.spare)
         self.recorder = GraphRecorder()
         self.imaged = self.runner.image_steps()
-        # operations of a token are estimated as two for each weight of two bytes; all experts are counted
+        # first estimate: two operations for each weight (of two bytes) and token, with the weights of all experts
         self.costs = StepCosts.guessed(self.runner.worker.weight_bytes)  # ``_measure`` replaces it
         if self.known is not None:
             self.costs = self.known.costs

@@ -3,7 +3,7 @@
     host:    parts of images ──► features copied behind one another, one table of the step's tokens ──►
     device:  FORWARD[mixed, rows, tokens]   rows of the table in place of positions, features where the table has a mark
 
-The features of an image are another tensor for each image, and a replay reads fixed memory.
+Each image has features in memory of its own, but a replay reads fixed memory, so they are copied.
 """
 
 from __future__ import annotations

@@ -234,7 +234,8 @@ class RunningWeights:
         if gpu:
             allocate(self._weights)
             for storage, host in self._moved:
-                storage.copy_(host, non_blocking=True)  # the copy runs while steps are captured
+                # the host need not wait for the copy, and captures the next steps meanwhile
+                storage.copy_(host, non_blocking=True)
             self._moved.clear()
             allocate(self._memory)
             for tensor in self._caches():

@@ -125,7 +125,7 @@ WRONG = {
     "a number": ({"epoch": 3}, "'epoch' is a int"),
     "sparse": ({"a": torch.eye(3).to_sparse()}, "'a' is sparse_coo float32; expected a dense tensor"),
     "complex": ({"a": torch.zeros(3, dtype=torch.complex64)}, "'a' is strided complex64; expected a dense tensor"),
-    "huge": ({"a": torch.zeros(1).expand(1 << 21, 1 << 21)}, "which no model has"),
+    "huge": ({"a": torch.zeros(1).expand(1 << 21, 1 << 21)}, "which exceeds the size of any model"),
 }
 
 

@@ -421,12 +421,12 @@ class Halving(Int8):
 TARGETS = {"allow_targets": [__name__]}
 REASONS = {
     "batch_invariant": ({"batch_invariant": True}, "batch_invariant=true"),
-    "attention": ({"attention": f"{__name__}:Doubled", **TARGETS}, "the attention"),
+    "attention": ({"attention": f"{__name__}:Doubled", **TARGETS}, "(attention)"),
     "kv_format": (
         {"kv_format": f"{__name__}:Negated", "attention": f"{__name__}:AnyFormat", **TARGETS},
-        "the kvformat",
+        "(kvformat)",
     ),
-    "quantizer": ({"quantizer": f"{__name__}:Halving", **TARGETS}, "lies in a form that it does not read"),
+    "quantizer": ({"quantizer": f"{__name__}:Halving", **TARGETS}, "native code does not read"),
     "a model with a build() of its own": ({"model_arch": f"{__name__}:Edited", **TARGETS}, "a build() of its own"),
 }
 
