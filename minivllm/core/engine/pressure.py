@@ -33,7 +33,8 @@ class Pressure:
     def __init__(self, budget: float, depth: int, observes: bool) -> None:
         self.budget = budget
         self.delay = int(observes)
-        # number of steps from the choice of a row until another row can use its blocks
+        # Number of steps between the decision to compress a row and the first step in which another
+        # row can use its freed blocks.
         self.horizon = depth + 3 + self.delay
 
     def tokens_to_keep(self, request: Request, computed: int) -> int:

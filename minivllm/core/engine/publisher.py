@@ -167,8 +167,8 @@ class Publisher:
         for j in np.flatnonzero(ok & s.scored[slots]).tolist():
             seq = s.seq[slots[j]]
             seq.defer_logprobs(logprobs, j)
-            # converted a few at a time, because converting all tokens of an answer at its end takes
-            # long
+            # Log-probabilities are converted after every few tokens, because converting those of a
+            # whole answer at its end takes long.
             if (int(flight.position[j]) + seq.slot) % FLUSH_LOGPROBS == 0:
                 seq.flush_logprobs()
 

@@ -46,7 +46,8 @@ WEIGHT = 0.1  # weight of a new step in the running mean of accepted drafts, at 
 # the running mean of accepted drafts covers at least so many rows of the newest steps
 MEAN_ROWS = 64
 HOPELESS, ENOUGH = 0.7, 3  # a trial ends early if its gain is below 0.7 after 3 steps
-# the wait before the next trial as a multiple of its duration, so that trials take a twentieth of the time
+# After a trial of speculation that did not pay, the wait before the next trial is so many times as
+# long as the trial, so that trials take a twentieth of the time.
 TRIAL_COST = 20
 KEEP = 1.02  # the number of drafts changes only if the gain becomes larger by this factor
 

@@ -28,7 +28,8 @@ from .triton_noise import gumbel_noise, row_keys
 
 TILE = 4096
 GROUPS = 2048  # largest number of groups of columns whose maxima a program holds
-# states of a row: its candidate must be checked | drawn | not begun, because it has top-k
+# States of a row while its token is drawn: OPEN (its candidate token must be checked), DONE (drawn), WAITS (not begun,
+# because it has top-k).
 OPEN, DONE, WAITS = (tl.constexpr(i) for i in range(3))
 
 
