@@ -1,1 +1,1 @@
-"""Contrastive decoding for minivllm.  Nothing is imported here: asking for the spec must cost nothing."""
+"""Contrastive decoding for minivllm.  This module imports nothing, so that reading the spec costs nothing."""

@@ -4,7 +4,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ContrastOptions(BaseModel):
-    """The smaller model, and what a request gets that sets one of the two parameters and not the other."""
+    """The smaller model, and the value of each of the two parameters for requests that set only the other one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 
 class Contrast(Processor):
-    """On for requests with ``contrast_beta`` or ``contrast_alpha``.  The logits of the smaller model come with the
-    rows (``Rows.own_logits``)."""
+    """Contrast the logits of requests that set ``contrast_beta`` or ``contrast_alpha``.
+
+    The logits of the smaller model come with the rows (``Rows.own_logits``).
+    """
 
     reads = CONTRAST.reads
     options: ContrastOptions

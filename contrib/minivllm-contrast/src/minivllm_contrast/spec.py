@@ -1,4 +1,4 @@
-"""What the processor says about itself."""
+"""The spec of the processor."""
 
 from minivllm.plugin import ANY, Param, Spec
 

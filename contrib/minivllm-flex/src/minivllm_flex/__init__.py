@@ -1,1 +1,1 @@
-"""Attention by FlexAttention.  Nothing is imported here: asking for the spec must cost nothing."""
+"""Attention by torch's FlexAttention.  This module imports nothing, so that reading the spec costs nothing."""

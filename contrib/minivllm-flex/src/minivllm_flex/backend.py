@@ -42,24 +42,25 @@ HIDDEN = float("-inf")
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows of n queries each, and K keys; made once a step for all layers of a KV group and window."""
+    """B rows of n queries each, and K keys of each row; made once per step for all layers of a KV group and window."""
 
-    tokens: slice  # of the step; B * n
+    tokens: slice  # the B * n tokens of the rows in the step
     slots: Tensor  # i64 [B, K] flat cache slots of the keys
     first: Tensor  # i64 [B] position of key 0
     query: Tensor  # i64 [B] position of query 0
 
 
 class Flex(AttentionBackend):
-    """Contract as in ``AttentionBackend``; window, sinks, soft cap and ``lse`` are supported."""
+    """Attention by FlexAttention, with windows, sinks, soft cap and ``lse``."""
 
     def __init__(self, options: FlexOptions | None, ctx: AttentionContext) -> None:
         options = options or FlexOptions()
         super().__init__(options, ctx)
-        # the C++ that torch 2.13 makes of it for a CPU does not compile once sizes vary, and knows no log-sum-exp
+        # the C++ code that torch 2.13 makes of the kernel for a CPU does not compile for varying sizes, and has no
+        # log-sum-exp
         on = options.compile == "auto" and not ctx.device.startswith("cpu")
         self.flex: Callable[..., Any] = torch.compile(flex_attention, dynamic=True) if on else flex_attention
-        if not on:  # torch's advice to compile would be wrong here
+        if not on:  # torch advises to compile the function, which would be wrong here
             warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
@@ -87,9 +88,13 @@ class Flex(AttentionBackend):
                 lse[batch.tokens] = norm
 
     def _attend(self, layer: AttnLayer, q: Tensor, batch: Batch, lse: bool) -> tuple[Tensor, Tensor | None]:
-        """out [B * n, heads, dim_v], and lse f32 [B * n, heads] if wanted, of queries q [B * n, heads, dim_qk]."""
+        """Return the outputs [B * n, heads, dim_v] of queries q [B * n, heads, dim_qk].
+
+        With ``lse`` also return the log-sum-exps, float32 [B * n, heads].
+        """
         spec, rows = layer.spec, len(batch.slots)
-        cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}  # blocks of one token
+        # views the cache as blocks of one token
+        cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}
         k, v = self.ctx.kv_format.load(cache, batch.slots, q.dtype)
         args = (q.view(rows, -1, spec.heads, spec.dim_qk).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         more = dict(score_mod=score_mod(spec, batch), scale=spec.softmax_scale, enable_gqa=spec.heads != spec.kv_heads)
@@ -124,7 +129,8 @@ def make_batches(meta: AttnMeta, group: int, window: int | None) -> list[Batch]:
     """Return a batch of the decode rows, then one for each longer row."""
     batches, n = [], meta.decode_rows
     if n:
-        last = (meta.kv_len[group, :n].long() - 1).clamp(min=0)  # the host's lengths are upper bounds
+        # the host's lengths are upper bounds, so the device's lengths are used
+        last = (meta.kv_len[group, :n].long() - 1).clamp(min=0)
         longest = max(int(meta.host_kv_len[group, :n].max()), 1)
         first = torch.zeros_like(last)
         if window is not None:
@@ -147,6 +153,6 @@ def make_batch(
     """Return the batch of ``rows``: ``keys`` keys from position ``first`` i64 [B] on, for ``queries`` queries from
     position ``query`` i64 [B] on."""
     at = first[:, None] + torch.arange(keys, device=first.device)
-    at = torch.minimum(at, (query + queries - 1)[:, None])  # the padding is the last key again, and ``modify`` hides it
+    at = torch.minimum(at, (query + queries - 1)[:, None])  # padding repeats the last key, which ``score_mod`` masks
     blocks = meta.table[group].index_select(0, meta.slots[rows]).gather(1, at // meta.block)
     return Batch(tokens, blocks.long() * meta.block + at % meta.block, first, query)

@@ -1,4 +1,4 @@
-"""What the back end says about itself."""
+"""The spec of the back end."""
 
 from minivllm.plugin import ANY, MultipleOf, Needs, Spec
 
@@ -12,7 +12,7 @@ FLEX = Spec(
         "sm": ANY,
         "dtype": {"bfloat16", "float16", "float32"},
         "kv_format": {"bf16", "fp16", "fp32"},
-        "dim_qk": MultipleOf(16),  # the compiled kernel takes nothing smaller
+        "dim_qk": MultipleOf(16),  # the compiled kernel needs at least 16 elements
         "dim_v": MultipleOf(16),
         "queries_per_kv": ANY,
         "block": MultipleOf(1),

@@ -71,7 +71,10 @@ def attention_of(stored: StoredTokens) -> Tensor:
 
 
 class Absent:
-    """A value that a compressor does not have.  ``given`` are the attributes that it has all the same."""
+    """A value that a compressor does not have; reading it raises a PluginError.
+
+    ``given`` are the attributes that it has nevertheless.
+    """
 
     def __init__(self, press: str, name: str, **given: Any) -> None:
         self.__dict__.update(given, _press=press, _name=name)
@@ -105,7 +108,7 @@ class PressCompressor(Compressor):
         self._probe()
 
     def _made(self, cls: type) -> Any:
-        """Return the press.  PluginError if its class does not accept the options."""
+        """Create the press.  PluginError if its class does not accept the options."""
         given = dict(self.options.options)
         if "compression_ratio" in given:
             raise PluginError(
@@ -134,7 +137,10 @@ class PressCompressor(Compressor):
         return int(wanted)
 
     def _probe(self) -> None:
-        """Score random tokens.  PluginError if the press reads values that a compressor does not have."""
+        """Score random tokens once.
+
+        PluginError if the press reads values that a compressor does not have.
+        """
         n = max(PROBED, 2 * self.least)
         generator = torch.Generator().manual_seed(0)
         keys, values = (torch.randn(n, 2, 16, generator=generator) for _ in range(2))

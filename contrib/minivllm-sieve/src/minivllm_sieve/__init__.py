@@ -1,1 +1,1 @@
-"""SIEVE eviction for minivllm's prefix cache.  Nothing is imported here: asking for the spec must cost nothing."""
+"""SIEVE eviction for minivllm's prefix cache.  This module imports nothing, so that reading the spec costs nothing."""

@@ -27,12 +27,12 @@ from minivllm.plugin import BlockInfo, Evictor, EvictorContext
 
 @dataclass(slots=True)
 class Block:
-    age: int  # when it came: never used twice
+    age: int  # number of blocks that were added before this one
     parent: int
     held: bool = True
     hit: bool = False
     children: int = 0
-    queued: bool = False  # there is an entry for it in one of the heaps
+    queued: bool = False  # whether one of the heaps has an entry for the block
 
     @property
     def ripe(self) -> bool:
@@ -40,10 +40,11 @@ class Block:
 
 
 class Sieve(Evictor):
-    """O(log n) a call and key; an eviction may pass over blocks with a mark, each of which was paid for by a hit.
+    """Evict blocks by SIEVE, in O(log n) per call and key.
 
-    Invariant: a ripe block is in ``ahead`` if it is younger than ``hand``, else in ``behind``, once.  Entries of blocks
-    that are gone or not ripe any more are dropped when they come up.
+    An eviction may pass over blocks with a mark, each of which was paid for by a hit.
+    A ripe block has one entry: in ``ahead`` if it is younger than ``hand``, else in ``behind``.  Entries of blocks
+    that are evicted, or not ripe any more, are dropped when they are popped.
     """
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
@@ -51,7 +52,7 @@ class Sieve(Evictor):
         self.blocks: dict[int, Block] = {}
         self.ahead: list[tuple[int, int]] = []  # heap of (age, key)
         self.behind: list[tuple[int, int]] = []
-        self.hand = -1  # age of the block that was looked at last
+        self.hand = -1  # age of the block that the hand looked at last
         self.clock = 0
 
     def add(self, keys: np.ndarray, info: BlockInfo) -> None:
@@ -77,7 +78,8 @@ class Sieve(Evictor):
     def drop(self, keys: np.ndarray) -> None:
         for key in keys.tolist():
             self._forget(key)
-        if len(self.ahead) + len(self.behind) > 2 * len(self.blocks) + 64:  # most entries are of blocks that are gone
+        # most entries belong to blocks that are evicted, so the heaps are built again
+        if len(self.ahead) + len(self.behind) > 2 * len(self.blocks) + 64:
             for name in ("ahead", "behind"):
                 heap = [(age, key) for age, key in getattr(self, name) if self._is(key, age)]
                 heapq.heapify(heap)
@@ -105,7 +107,7 @@ class Sieve(Evictor):
         return np.array(found, np.uint64)
 
     def _is(self, key: int, age: int) -> bool:
-        """Return whether a heap's entry belongs to a present block; a key may have returned as a new block."""
+        """Return whether an entry of a heap belongs to a cached block; a key may have returned as a new block."""
         return key in self.blocks and self.blocks[key].age == age
 
     def _queue(self, key: int) -> None:

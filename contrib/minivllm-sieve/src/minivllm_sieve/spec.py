@@ -1,4 +1,4 @@
-"""What the evictor says about itself."""
+"""The spec of the evictor."""
 
 from minivllm.plugin import Spec
 

@@ -1,1 +1,1 @@
-"""Shortest remaining predicted time first.  Nothing is imported here: asking for the spec must cost nothing."""
+"""Shortest remaining predicted time first.  This module imports nothing, so that reading the spec costs nothing."""

@@ -1,23 +1,25 @@
-"""How long answers will be: what a tenant's earlier answers to prompts of about that length were."""
+"""Predict the length of an answer by the mean length of the tenant's earlier answers to prompts of similar length."""
 
 from __future__ import annotations
 
 import numpy as np
 
-MEMORY = 64  # answers of a kind that count: an older one fades
+MEMORY = 64  # number of answers of a kind that count; older ones lose their weight
 
 
 class Lengths:
-    """Mean output length of each *kind* of request: (tenant, bits of the prompt's length).
+    """The mean output length of each *kind* of request: (tenant, number of bits of the prompt's length).
 
-    The engine tells a policy when requests come, not when they end.  But each ``order`` shows what runs, so a sequence
-    that ran in one and is not there in the next has ended, unless it was preempted, with the length last seen.
+    The engine tells a policy when requests arrive, but not when they end.  Each call of ``order`` has the running
+    sequences, so a sequence that ran at one call and is missing at the next has ended, unless it was preempted.  Its
+    length is the one that was seen last.
     """
 
     def __init__(self, least: int) -> None:
         self.least = least
         self.mean: dict[tuple[int, int], tuple[float, int]] = {}  # kind -> (tokens, answers seen)
-        self.running: dict[int, tuple[tuple[int, int], int]] = {}  # id -> (kind, tokens it has generated)
+        # id of a running sequence -> (kind, number of tokens that it has generated)
+        self.running: dict[int, tuple[tuple[int, int], int]] = {}
 
     def watch(self, ids: np.ndarray, tenant: np.ndarray, prompt: np.ndarray, known: np.ndarray) -> None:
         """Record the running sequences; a sequence that ran at the last call and is missing has ended."""
@@ -37,11 +39,14 @@ class Lengths:
         self.running.pop(seq, None)
 
     def lose_sight(self) -> None:
-        """Forget all running sequences, because their lengths at unseen steps are unknown."""
+        """Forget all running sequences, because their lengths are unknown after a step without a call of ``order``."""
         self.running.clear()
 
     def predict(self, tenant: np.ndarray, prompt: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
-        """Return expected output tokens f64 [n], at most ``otherwise``, which is also the value without enough data."""
+        """Return the expected output tokens of requests, float64 [n], at most ``otherwise``.
+
+        ``otherwise`` is also the value for kinds with too few answers.
+        """
         out = otherwise.astype(np.float64)
         for j, (t, p) in enumerate(zip(tenant.tolist(), prompt.tolist(), strict=True)):
             mean, n = self.mean.get((t, p.bit_length()), (0.0, 0))

@@ -1,4 +1,4 @@
-"""What the policy says about itself."""
+"""The spec of the policy."""
 
 from minivllm.plugin import Spec
 

@@ -1,12 +1,13 @@
 """Shortest remaining predicted time first, with limited preemption and a bounded wait.
 
-Whom to serve first: the one with the least predicted work left (shortest-predicted-job-first; "Efficient LLM Scheduling
+The request with the least predicted work left is served first (shortest-predicted-job-first; "Efficient LLM Scheduling
 by Learning to Rank", Fu et al., NeurIPS 2024, arXiv:2408.15792, and TRAIL, "Don't Stop Me Now: Embedding Based
-Scheduling for LLMs", Shahout et al., ICLR 2025, arXiv:2410.01035).  From the first comes the bound: who has waited
-``max_wait`` seconds goes before all that have waited less.  From the second come the prediction that shrinks while a
-request runs, and limited preemption: what is nearly done is not thrown out.  Both papers read the length of an answer
-off the model's hidden states; a policy sees columns only, so here it is learned from the lengths of earlier answers
-(``lengths``), and is never more than what the engine expects (``QueueView.predicted_out``).
+Scheduling for LLMs", Shahout et al., ICLR 2025, arXiv:2410.01035).  The bound is from the first paper: a request that
+has waited ``max_wait`` seconds goes before all requests that have waited less.  From the second paper come a
+prediction that shrinks while a request runs, and limited preemption: a request that is nearly done is not preempted.
+Both papers predict the length of an answer from the model's hidden states.  A policy has no hidden states, so here the
+length is learned from earlier answers (``lengths``), and is never more than the engine expects
+(``QueueView.predicted_out``).
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from .options import SrptOptions
 
 
 class Srpt(SchedulerPolicy):
-    """Keys are times of arrival, so ``order`` is shown the ``window`` oldest; among them it decides.
+    """Order the waiting requests by their predicted remaining work.
 
-    Nobody starves: whoever waits becomes one of the oldest, then overdue, and the overdue go by arrival; and the oldest
-    of those that run is never preempted while another can be.
+    Keys are arrival times, so ``order`` gets the ``window`` oldest requests, and chooses among them.  No request
+    starves: a waiting request becomes one of the oldest, then overdue, and overdue requests go by arrival.  The oldest
+    running request is never preempted while another one can be.
     """
 
     options: SrptOptions
@@ -31,7 +33,7 @@ class Srpt(SchedulerPolicy):
     def __init__(self, options: SrptOptions | None, ctx: SchedulerContext) -> None:
         super().__init__(options or SrptOptions(), ctx)
         self.lengths = Lengths(self.options.least_seen)
-        self.steps = self.seen = 0  # steps that were planned, and the last one that ``order`` saw
+        self.steps = self.seen = 0  # number of planned steps, and the last step at which ``order`` was called
 
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
         if self.options.learn:

@@ -1,1 +1,1 @@
-"""Watermarked sampling.  Nothing is imported here: asking for the spec must cost nothing."""
+"""Watermarked sampling.  This module imports nothing, so that reading the spec costs nothing."""

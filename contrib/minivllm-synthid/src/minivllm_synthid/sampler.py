@@ -1,8 +1,8 @@
-"""Temperature, top-k and top-p, and a watermark where a request asks for it: ``watermark=True``.
+"""Sample with temperature, top-k and top-p, and with a watermark for requests with ``watermark=True``.
 
-Text repeats itself, and the same context would choose the same noise again, which readers could notice; so a context
-marks a token only the first time that it comes in a sequence (the paper's *repeated context masking*).  That is the
-state: the contexts of the tokens that were accepted, in a column by slot.
+Text repeats itself, and the same context would choose the same noise again, which readers could notice.  So a context
+marks a token only the first time that it occurs in a sequence (the paper's *repeated context masking*).  The contexts
+of the accepted tokens are the state of a sequence, in a column.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from minivllm import SamplingParams
 
 DRAWN, LIMITED, MARKED = 1, 2, 4  # variant bits
-COLD = 1e-5  # below this temperature 1 / T overflows: greedy
+COLD = 1e-5  # below this temperature 1 / T overflows, and the draw is greedy
 
 
 class SynthId(Sampler):
-    """Reads ``temperature``, ``top_k``, ``top_p`` and ``watermark``; greedy draws cannot carry a mark.
+    """Draw with ``temperature``, ``top_k``, ``top_p`` and ``watermark``; greedy draws cannot carry a mark.
 
-    Columns: ``seen`` i64 [remember + 1], the hashes of the contexts of accepted tokens as a ring, whose last place
-    takes what is not kept and stays 0; and ``count``, how many they were.
+    Its columns are ``seen`` i64 [remember + 1], the hashes of the contexts of accepted tokens as a ring, and
+    ``count``, their number.  The last element of the ring receives hashes that are not stored, and stays 0.
     """
 
     reads = SYNTHID.reads | {"temperature", "top_k", "top_p"}
@@ -64,7 +64,8 @@ class SynthId(Sampler):
             out.tokens.copy_(best)
             return
         temperature = state["temperature"][rows.slots]
-        x = logits - logits.amax(dim=1, keepdim=True)  # relative to the best: no overflow at small temperatures
+        # relative to the best logit, so that small temperatures do not overflow
+        x = logits - logits.amax(dim=1, keepdim=True)
         x /= torch.where(temperature > 0, temperature, 1.0)[:, None]
         if rows.variant & LIMITED:
             x = limited(x, state["top_k"][rows.slots], state["top_p"][rows.slots])
@@ -87,7 +88,7 @@ class SynthId(Sampler):
         return rows.tokens[rows.slots[:, None], at.clamp(min=0)].long()
 
     def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
-        """Remember the context of each accepted token that could have been marked."""
+        """Store the context of each accepted token that could have been marked."""
         n, size = tokens.shape[1], self.options.context
         history = torch.cat([self._before(rows), tokens[:, :-1]], dim=1)
         hashes = context_hash(history.unfold(1, size, 1), self.options.key)  # [N, n]
@@ -97,7 +98,8 @@ class SynthId(Sampler):
         number = counts.cumsum(dim=1)
         total = number[:, -1:]
         size = self.options.remember
-        kept = counts & (number > total - size)  # two that fall on one place would be written in any order
+        # two hashes for the same element of the ring would be written in any order
+        kept = counts & (number > total - size)
         place = (state["count"][rows.slots][:, None] + number - 1) % size
         place = torch.where(kept, place, size)
         state["seen"][rows.slots[:, None], place] = torch.where(kept, hashes, 0)

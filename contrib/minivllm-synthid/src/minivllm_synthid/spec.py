@@ -1,4 +1,4 @@
-"""What the sampler says about itself."""
+"""The spec of the sampler."""
 
 from minivllm.plugin import ANY, Param, Spec
 

@@ -41,7 +41,8 @@ def tournament(prob: Tensor, context: Tensor, layers: int) -> Tensor:
     bits = g_bits(context[:, None], torch.arange(prob.shape[1], device=prob.device))
     for layer in range(layers):
         g = ((bits >> layer) & 1).to(prob.dtype)
-        mean = (prob * g).sum(dim=1, keepdim=True).clamp_(max=1.0)  # a sum may round above 1: no probability below 0
+        # a sum may round above 1, which would give a probability below 0
+        mean = (prob * g).sum(dim=1, keepdim=True).clamp_(max=1.0)
         prob = prob * (1 + g - mean)
     return prob
 

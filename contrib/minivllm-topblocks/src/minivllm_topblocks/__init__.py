@@ -1,1 +1,1 @@
-"""Block-sparse decode attention.  Nothing is imported here: asking for the spec must cost nothing."""
+"""Block-sparse decode attention.  This module imports nothing, so that reading the spec costs nothing."""

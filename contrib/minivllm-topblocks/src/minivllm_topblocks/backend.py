@@ -18,7 +18,7 @@ from .options import TopBlocksOptions
 
 
 class TopBlocks(AttentionBackend):
-    """One row after another in float32; the trait ``approximate``."""
+    """Attend to a selection of blocks, one row after another, in float32 (the trait ``approximate``)."""
 
     options: TopBlocksOptions
 
@@ -26,7 +26,7 @@ class TopBlocks(AttentionBackend):
         super().__init__(options or TopBlocksOptions(), ctx)
 
     def most_keys(self, visible: int, queries: int) -> int:
-        """Return the tokens of ``blocks`` blocks, or all keys of a row that brings several tokens."""
+        """Return the number of tokens of ``blocks`` blocks, or of all keys for a row with several new tokens."""
         return visible if queries > 1 else min(visible, self.options.blocks * self.ctx.block)
 
     def selected(self, layer: AttnLayer, q: Tensor, meta: AttnMeta) -> Sequence[Tensor]:

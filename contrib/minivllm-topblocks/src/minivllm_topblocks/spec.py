@@ -1,4 +1,4 @@
-"""What the back end says about itself."""
+"""The spec of the back end."""
 
 from minivllm.plugin import ANY, MultipleOf, Spec
 
