@@ -19,7 +19,7 @@ CASES: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...] = (
     (13, 5, ()),
     (66, 12, ((70, 76),)),  # more keys than a tile has
 )
-WINDOW = 9  # at least as long as each span
+WINDOW = 9  # size of a sliding window in tokens, at least as long as each span
 
 
 class AttentionSpans:

@@ -30,7 +30,7 @@ from minivllm.registration.spec import Spec
 
 from .attention_math import ExactAttention, TokenPlace, attend, check_selected, compare, visible
 
-torch.set_num_threads(1)  # a single thread, because threads only wait for each other on tiny tensors
+torch.set_num_threads(1)  # use one thread, because several threads only wait for each other on tiny tensors
 GUARD = 3  # guard rows before and after an output tensor, which a back end must not change
 MARK = 7.0  # the value of the elements of guard rows
 UNOWNED = 4  # number of blocks of each KV group that no sequence owns

@@ -26,7 +26,7 @@ from minivllm.device.worker.build import make_processors
 
 from .tiny import tiny_dir
 
-torch.set_num_threads(1)  # a single thread, because threads only wait for each other on tiny tensors
+torch.set_num_threads(1)  # use one thread, because several threads only wait for each other on tiny tensors
 SLOTS = 8
 BLOCK = 4  # number of tokens of a block
 MAX_LEN = 96  # most tokens of a sequence
@@ -37,7 +37,7 @@ LAYERS = dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=20, m
 
 @dataclass(frozen=True)
 class Tiny:
-    """A small model on disk, and the transformers model with the same weights."""
+    """A small model in a folder on disk, and the same model in transformers."""
 
     keep: tempfile.TemporaryDirectory
     path: Path

@@ -76,7 +76,7 @@ class EncoderConformance(Lasting, SpecConformance):
     repeatable: bool = True
 
     def folder(self) -> Path:
-        """Return the directory of the checkpoint."""
+        """Return the directory of the checkpoint that the encoder serves in the tests."""
         if self.checkpoint:
             return Path(self.checkpoint)
         known = [family for family in self.spec.listed("model_type") if family in CLASSES]

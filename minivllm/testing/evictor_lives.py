@@ -19,7 +19,7 @@ COLD = 5  # number of sequences that are never used again
 HOT = 6  # number of sequences that are used again
 LENGTH = 4  # blocks of a sequence
 LENGTHS = (*range(1, 31), 36, 45, 50, 64, 65, 80, 100, 129, 200, 300)  # numbers of rounds of the runs
-LONGEST = 1000  # rounds of the longest run
+LONGEST = 1000  # most rounds of a run; a run of the same prompt again and again has five times as many
 HITS = 40_000  # number of lookups of one key; another key has twice as many, which exceeds a 16-bit counter
 
 
@@ -36,7 +36,7 @@ class EvictorLife:
         self.order = order
         self.check = check
         self.random = random.Random(5)
-        self.fresh = 1000  # number of the next new sequence, from which its first key is computed
+        self.fresh = 1000  # a number that differs for each new sequence, and decides the content of its blocks
         for i in range(COLD):
             self.free(self.cached(i))
         self.hot = [self.cached(COLD + i) for i in range(HOT)]

@@ -28,7 +28,7 @@ from minivllm.plugins.quantizer.none import Unquantized
 
 from .attention_world import allocate, keep_tensors, make_meta
 
-torch.set_num_threads(1)  # id of the token with the byte 0
+torch.set_num_threads(1)  # use one thread, because several threads only wait for each other on tiny tensors
 FORMATS = {"float32": Fp32, "bfloat16": Bf16, "float16": Fp16}
 
 

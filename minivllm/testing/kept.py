@@ -19,7 +19,12 @@ WINDOWS = 3  # pairs of counts; a leak increases the numbers within each pair
 FILLING = 1000  # most uses of the instance that are made to fill a cache of bounded size
 SECONDS = 8.0  # time limit in seconds for filling such a cache
 SLACK = 16  # allowed growth in bytes per use, which is less than one number in a list
-NOT_OWNED = (type, ModuleType, FrameType, BuiltinFunctionType)  # objects that belong to no instance
+NOT_OWNED = (
+    type,
+    ModuleType,
+    FrameType,
+    BuiltinFunctionType,
+)  # types of objects that are shared by all code, so that they are not counted
 CONTAINERS = (dict, list, set, bytearray)
 
 

@@ -54,7 +54,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     kind = "quantizer"
     outs: Sequence[int] = (1, 2, 3, 5, 17, 33, 64, 129)  # numbers of output rows of a part (such as q, k or v) to test
-    ins: Sequence[int] = (1, 2, 3, 7, 8, 16, 31, 33, 64, 128, 129, 256)  # numbers of inputs to test
+    ins: Sequence[int] = (1, 2, 3, 7, 8, 16, 31, 33, 64, 128, 129, 256)  # numbers of inputs of a module to test
     # magnitudes of the smallest and the largest rows to test; narrower for float16 scales
     sizes: tuple[float, float] = (1e-30, 1e30)
     scale_bits: float = 2.0  # most bits per element for scales and zero points: two float16 for 16 elements

@@ -231,7 +231,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             seen.require(limited=10 if self.reads & {"top_k", "top_p", "min_p"} else 0)
 
     def _readable(self, tried: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the keyword sets in ``tried`` whose parameters the sampler reads all."""
+        """Return the sets of keywords in ``tried`` that contain only parameters that the sampler reads."""
         return [requested for requested in tried if requested.keys() <= self.reads]
 
     @since(1, 0)

@@ -16,7 +16,7 @@ from .base import since
 from .sampling_data import unlike
 from .sampling_rows import SampledSeq, Stage, stack_logits
 
-MANY, FEW = 1 << 11, 24  # number of draws in one large step, and number of draws in steps of a single row
+MANY, FEW = 1 << 11, 24  # number of draws in one large step, and number of steps of a single draw
 # scales of the row's logits: one with a tail that is often drawn, one with a tail that limits exclude
 SPREADS = (2.0, 6.0)
 

@@ -114,7 +114,7 @@ def seams_of(plugin: str) -> list[str]:
         try:
             found = import_target(plugin)
             found = import_target(found.impl) if isinstance(found, Spec) else found
-        except Exception as exc:  # a module may raise any error when it is imported
+        except Exception as exc:  # a module may raise an error of any type when it is imported
             raise PluginError(f"{plugin!r} could not be imported: {type(exc).__name__}: {exc}") from exc
         fits = [k for k in KINDS if isinstance(found, type) and issubclass(found, import_target(KINDS[k].base))]
         return ["sampler"] if "sampler" in fits else fits  # a sampler has the base class of processors too

@@ -19,7 +19,7 @@ from .base import Seen, since
 from .sim import EOS_ID, VOCAB, at_rest, logprobs_after, request, run, sim_engine
 from .spec import SpecConformance
 
-MOST, LONG = 7, 40  # numbers of tokens of an output in these tests: most of them, and a long one
+MOST, LONG = 7, 40  # largest number of tokens of an output in most tests, and in the test of long outputs
 
 
 def changed_fields(params: SamplingParams) -> dict[str, Any]:
