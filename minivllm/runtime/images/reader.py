@@ -51,6 +51,9 @@ class ImageReader:
         self.kept = KeptImages()
         self._prepared: WeakValueDictionary[bytes, PreparedImage] = WeakValueDictionary()
         self._lock = threading.Lock()
+        # held while Pillow copies pixels, because it keeps the interpreter's lock: copies of several threads would
+        # delay the engine's thread by as many switch intervals of the interpreter
+        self._copying = threading.Lock()
 
     def check(self, count: int) -> None:
         """Raise RequestError if a request with this number of images cannot be read."""
@@ -96,7 +99,8 @@ class ImageReader:
 
     def _prepared_of(self, image: Image) -> PreparedImage:
         """Return a decoded image after ``prepare``, or the equal image that a request has."""
-        pixels = np.array(image)  # the program may change its image at any time
+        with self._copying:
+            pixels = np.array(image)  # the program may change its image at any time
         digest = digest_of(pixels, image.size)
         with self._lock:
             prepared = self._prepared.get(digest)
