@@ -86,6 +86,8 @@ KEYS: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 PLACES = {"num_hidden_layers": (1, 2, 3), "hidden_size": (32,), "num_attention_heads": (4,), "vocab_size": (61, 64),
           "intermediate_size": (48, 37)}  # fmt: skip
+# entries without which transformers' Ministral 3 does not run
+GROWTH = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}
 LONG = {"layer_types", "no_rope_layers"}  # keys with one entry for each layer
 
 
@@ -155,6 +157,10 @@ def make_file(family: str, seed: int, plain: bool = False) -> dict[str, Any]:
         raw.setdefault("max_position_embeddings", 256)
     if "rope_parameters" in own or choose.random() < 0.1:
         raw |= rope_of(choose, family in ("gemma3_text", "olmo3") or choose.random() < 0.1 * (not plain))
+    if family == "ministral3" and choose.random() < 0.9:
+        for name in ("rope_parameters", "rope_scaling"):
+            if isinstance(raw.get(name), dict):
+                raw[name] = {**GROWTH, **raw[name]}
     raw |= choose.choice(({}, {"dtype": "float32"}, {"torch_dtype": "float32"}, {"torch_dtype": None}))
     return raw
 

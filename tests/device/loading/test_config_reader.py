@@ -25,8 +25,9 @@ BOTH = [  # a table in each spelling, and a theta in any place
     {"rope_parameters": YARN, "rope_scaling": {}}, {"rope_parameters": {}, "rope_scaling": YARN},
     {"rope_parameters": {**YARN, "original_max_position_embeddings": 64}, "original_max_position_embeddings": 16},
 ]  # fmt: skip
-NESTED = ("gemma3_text", "olmo3", "phi3")  # a table for each type of layer, or LongRoPE alone
-ROTARY = sorted(f for f in FAMILIES if f not in NESTED and hasattr(CONFIG_MAPPING[f](), "rope_parameters"))
+# families with a table for each type of layer, with LongRoPE alone, or with required entries of their own
+SPECIAL = ("gemma3_text", "olmo3", "phi3", "ministral3")
+ROTARY = sorted(f for f in FAMILIES if f not in SPECIAL and hasattr(CONFIG_MAPPING[f](), "rope_parameters"))
 
 
 def transformers_config(raw):
