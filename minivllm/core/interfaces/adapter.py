@@ -162,17 +162,14 @@ class LowRank(NamedTuple):
 
 
 # change(product, x) returns the changed product [T, out] of a layer, as far as it belongs to this
-# process. product(x) is the product of the layer itself. A change may also have the method ``gated`` of
-# ``LayerAdapters``, which computes the gate of an MLP too.
+# process. product(x) is the product of the layer itself.
 LayerChange = Callable[["Callable[[Tensor], Tensor]", "Tensor"], "Tensor"]
 
 
 class AdapterMemory(ABC):
     """The adapters of one method in one process of the model.
 
-    Contract.  ``begin`` is called before the layers of a step, and ``end`` after them.  A model may compute its last
-    products for some tokens of the step only; before these, ``end`` and ``begin`` are called again, for these tokens.
-    Between ``begin`` and ``end``:
+    Contract.  ``begin`` is called before the layers of a step, and ``end`` after them.  Between the two:
 
     * A token whose place is -1 keeps its values bit for bit.
     * The result of another token depends only on its own values and on the adapter in its place.
