@@ -65,13 +65,17 @@ class AdapterConformance(Lasting, SpecConformance):
         tensors without the adapter.
         """
         compute = adapter_folders.OUTPUTS.get(self.folders)
-        return x @ weight.T + bias if compute is None else compute(folder, name, x, weight, bias)
+        if compute is None:
+            return x @ weight.T + bias
+        return compute(folder, name, x, weight, bias)
 
     def value(self, folder: Path, point: str, x: Tensor) -> Tensor:
         """Return the expected value of a tap point with the adapter of a folder, float64 [T, width], for its value x
         without the adapter."""
         compute = adapter_folders.VALUES.get(self.folders)
-        return x if compute is None else compute(folder, point, x)
+        if compute is None:
+            return x
+        return compute(folder, point, x)
 
     # ---- instances ---------------------------------------------------------------------------------------------------
 
@@ -89,18 +93,22 @@ class AdapterConformance(Lasting, SpecConformance):
 
         ``invariant`` is the engine's option ``batch_invariant``.
         """
-        return ModelProcess(self.build(*self.context()), self.place(), rank, size, invariant)
+        method = self.build(*self.context())
+        return ModelProcess(method, self.place(), rank, size, invariant)
 
     def exercise(self, instance: AdapterMethod) -> Any:
         """Return the outputs of all layers in a step of three tokens without adapters, as lists by layer name."""
         process = ModelProcess(instance, self.place())
-        outputs = process.outputs([NONE] * 3, inputs_of(3, self.place()))
+        inputs = inputs_of(3, self.place())
+        outputs = process.outputs([NONE] * 3, inputs)
         return {name: y.tolist() for name, y in outputs.items()}
 
     def once_more(self, instance: AdapterMethod, number: int) -> None:
         """Run a step without adapters, whose number of tokens, 1 to 7, depends on ``number``."""
         tokens = 1 + number % 7
-        ModelProcess(instance, self.place()).outputs([NONE] * tokens, inputs_of(tokens, self.place(), number))
+        process = ModelProcess(instance, self.place())
+        inputs = inputs_of(tokens, self.place(), number)
+        process.outputs([NONE] * tokens, inputs)
 
     def written(self, place: Path) -> list[Path]:
         """Write the three test adapters into subfolders of ``place``, and return the subfolders."""
@@ -141,7 +149,8 @@ class AdapterConformance(Lasting, SpecConformance):
         those of ``compare``.
         """
         if processes[0].infos[name].split == "row":
-            whole = sum(shares[1:], shares[0]) + processes[0].biases[name]
+            products = sum(shares[1:], shares[0])
+            whole = products + processes[0].biases[name]
             found = dict.fromkeys(sources_of(name), whole)
         else:
             found = {source: self._joined(processes, name, source, shares) for source in sources_of(name)}
@@ -149,9 +158,15 @@ class AdapterConformance(Lasting, SpecConformance):
             layer = layers_of(self.place())[source]
             for token, place in enumerate(places):
                 folder = None if place == NONE else folders[place]
-                row, weight, bias = x[token : token + 1].double(), layer.weight.double(), layer.bias.double()
-                wanted = row @ weight.T + bias if folder is None else self.output(folder, source, row, weight, bias)
-                error = (y[token].double() - wanted[0]).abs().max().item()
+                row = x[token : token + 1].double()
+                weight = layer.weight.double()
+                bias = layer.bias.double()
+                if folder is None:
+                    wanted = row @ weight.T + bias
+                else:
+                    wanted = self.output(folder, source, row, weight, bias)
+                difference = y[token].double() - wanted[0]
+                error = difference.abs().max().item()
                 what = "no adapter" if folder is None else folder.name
                 assert torch.allclose(y[token].double(), wanted[0], **CLOSE), (
                     f"{source}, token {token} of {len(places)} with {what}: the output differs by {error:.2e}"
@@ -177,7 +192,9 @@ class AdapterConformance(Lasting, SpecConformance):
         ``places`` has the slot of adapter memory of each token, or -1.  ``folders`` and ``loaded`` have the folder and
         the loaded adapter of each slot.
         """
-        x = torch.randn(len(places), next(iter(POINTS.values())), generator=torch.Generator().manual_seed(3))
+        generator = torch.Generator().manual_seed(3)
+        width = next(iter(POINTS.values()))
+        x = torch.randn(len(places), width, generator=generator)
         x = x.to(self.place())
         before = x.clone()
         values = process.values(places, [one for one in loaded if one is not None], x)
@@ -186,7 +203,10 @@ class AdapterConformance(Lasting, SpecConformance):
             for token, place in enumerate(places):
                 folder = None if place == NONE else folders[place]
                 row = x[token : token + 1].double()
-                wanted = row if folder is None else self.value(folder, point, row)
+                if folder is None:
+                    wanted = row
+                else:
+                    wanted = self.value(folder, point, row)
                 assert torch.allclose(y[token].double(), wanted[0], **CLOSE), (
                     f"{point}, token {token}: the value differs by {(y[token] - wanted[0]).abs().max().item():.2e}"
                 )
@@ -204,7 +224,8 @@ class AdapterConformance(Lasting, SpecConformance):
     def test_each_token_has_the_adapter_of_its_row(self, tmp_path: Path) -> None:
         """Check layer outputs and tap points of steps whose tokens use different adapters, and of steps with one
         adapter."""
-        process, folders = self.made(), self.written(tmp_path)
+        process = self.made()
+        folders = self.written(tmp_path)
         at: list[Path | None] = [folders[2], None, folders[0], folders[1]]
         loaded = [None if folder is None else process.read(folder) for folder in at]
         for place, one in enumerate(loaded):
@@ -217,7 +238,8 @@ class AdapterConformance(Lasting, SpecConformance):
     @since(1, 0)
     def test_a_token_without_an_adapter_keeps_its_bits(self, tmp_path: Path) -> None:
         """Check that a token without an adapter has the output bits of a plain product, beside tokens with adapters."""
-        process, folders = self.made(), self.written(tmp_path)
+        process = self.made()
+        folders = self.written(tmp_path)
         loaded = process.read(folders[0])
         process.memory.store(0, loaded)
         inputs = inputs_of(6, self.place())
@@ -235,55 +257,68 @@ class AdapterConformance(Lasting, SpecConformance):
         The adapter before it may have been larger, and a step may have used the slot before.  The adapters in other
         slots keep their effect.
         """
-        process, folders = self.made(), self.written(tmp_path)
+        process = self.made()
+        folders = self.written(tmp_path)
         loaded = [process.read(folder) for folder in folders]
         at: list[Path | None] = [None] * PLACES
         stored: list[Any] = [None] * PLACES
         for place, number in ((0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 0)):
             process.memory.store(place, loaded[number])
             at[place], stored[place] = folders[number], loaded[number]
-            places = [0, NONE, 1, 0] if at[1] is not None else [0, NONE, 0]
+            if at[1] is not None:
+                places = [0, NONE, 1, 0]
+            else:
+                places = [0, NONE, 0]
             self.compare([process], at, places)
             self.compare_points(process, at, stored, places)
 
     @since(1, 0)
     def test_what_was_read_is_not_changed_by_later_reads_and_stores(self, tmp_path: Path) -> None:
         """Check that a loaded adapter has its effect when it is stored after other adapters were read and stored."""
-        process, folders = self.made(), self.written(tmp_path)
+        process = self.made()
+        folders = self.written(tmp_path)
         first = process.read(folders[0])
         others = [process.read(folder) for folder in folders[1:]]
         for place, one in enumerate(others):
             process.memory.store(place, one)
         process.memory.store(3, first)
         at: list[Path | None] = [folders[1], folders[2], None, folders[0]]
-        self.compare([process], at, [3, 0, 1, 3])
-        self.compare_points(process, at, [*others, None, first], [3, 0, 1, 3])
+        places = [3, 0, 1, 3]
+        self.compare([process], at, places)
+        loaded = [*others, None, first]
+        self.compare_points(process, at, loaded, [3, 0, 1, 3])
 
     @since(1, 0)
     def test_processes_share_the_result_of_a_layer(self, tmp_path: Path) -> None:
         """Check that two tensor-parallel processes, each with a shard of every layer, compute the outputs of the
         whole layers."""
-        processes, folders = [self.made(rank, 2) for rank in range(2)], self.written(tmp_path)
+        processes = [self.made(rank, 2) for rank in range(2)]
+        folders = self.written(tmp_path)
         for process in processes:
             for place, folder in enumerate(folders):
                 process.memory.store(place, process.read(folder))
-        self.compare(processes, [*folders], [0, NONE, 2, 1, 0])
+        places = [0, NONE, 2, 1, 0]
+        self.compare(processes, [*folders], places)
 
     @since(1, 0)
     def test_a_batch_invariant_token_does_not_depend_on_others(self, tmp_path: Path) -> None:
         """Check that with the option ``batch_invariant`` a token has the same output bits alone and beside other
         tokens."""
-        process, folders = self.made(invariant=True), self.written(tmp_path)
+        process = self.made(invariant=True)
+        folders = self.written(tmp_path)
         for place, folder in enumerate(folders):
             process.memory.store(place, process.read(folder))
-        inputs, places = inputs_of(9, self.place()), [0, 1, NONE, 2, 0, 0, 1, 2, 0]
+        inputs = inputs_of(9, self.place())
+        places = [0, 1, NONE, 2, 0, 0, 1, 2, 0]
         seen: dict[int, Any] = {}
 
         def product_of(process: ModelProcess, rows: slice) -> dict[str, Tensor]:
-            return process.outputs(places[rows], {name: x[rows] for name, x in inputs.items()})
+            inputs_of_rows = {name: x[rows] for name, x in inputs.items()}
+            return process.outputs(places[rows], inputs_of_rows)
 
-        process.weights = {name: torch.eye(*weight.shape) for name, weight in process.weights.items()}
-        process.weights = {name: weight.to(self.place()) for name, weight in process.weights.items()}
+        for name, weight in process.weights.items():
+            identity = torch.eye(*weight.shape)
+            process.weights[name] = identity.to(self.place())
         together = product_of(process, slice(None))
         for token in range(len(places)):
             seen[token] = product_of(process, slice(token, token + 1))
@@ -298,7 +333,8 @@ class AdapterConformance(Lasting, SpecConformance):
         """
         if self.place() != "cuda":
             pytest.skip("steps are captured on a GPU")
-        process, folders = self.made(), self.written(tmp_path)
+        process = self.made()
+        folders = self.written(tmp_path)
         loaded = [process.read(folder) for folder in folders]
         tokens = torch.tensor([0, 1, NONE, 0], dtype=torch.int32, device="cuda")
         inputs = inputs_of(len(tokens), "cuda")
@@ -308,9 +344,10 @@ class AdapterConformance(Lasting, SpecConformance):
             found = {}
             for name, change in process.changes.items():
                 weight = process.weights[name]
-                found[name] = (
-                    inputs[name] @ weight.T if change is None else change(lambda x, w=weight: x @ w.T, inputs[name])
-                )
+                if change is None:
+                    found[name] = inputs[name] @ weight.T
+                else:
+                    found[name] = change(lambda x, w=weight: x @ w.T, inputs[name])
             process.memory.end()
             return found
 
@@ -332,13 +369,15 @@ class AdapterConformance(Lasting, SpecConformance):
     def test_low_rank_products_are_those_of_the_changes(self, tmp_path: Path) -> None:
         """Check that the matrices of ``low_rank``, which native CPU steps use, give the same layer outputs as the
         layer's change."""
-        process, folders = self.made(), self.written(tmp_path)
+        process = self.made()
+        folders = self.written(tmp_path)
         found = {name: process.memory.low_rank(name) for name in process.changes}
         if not any(found.values()):
             pytest.skip("the method describes no low-rank products")
         for place, folder in ((0, folders[0]), (1, folders[1]), (0, folders[2])):
             process.memory.store(place, process.read(folder))
-        inputs, places = inputs_of(4, self.place()), [0, 1, NONE, 0]
+        inputs = inputs_of(4, self.place())
+        places = [0, 1, NONE, 0]
         outputs = process.outputs(places, inputs)
         for name, one in found.items():
             if one is None:
@@ -348,7 +387,8 @@ class AdapterConformance(Lasting, SpecConformance):
                 y = process.weights[name] @ x
                 if place != NONE and int(one.ranks[place]):
                     y = y + _low_rank_product(one, place, x, process.infos[name])
-                error = (y - outputs[name][token]).abs().max().item()
+                difference = y - outputs[name][token]
+                error = difference.abs().max().item()
                 assert torch.allclose(y, outputs[name][token], **CLOSE), (
                     f"{name}, token {token}: differs by {error:.2e}"
                 )
@@ -357,7 +397,9 @@ class AdapterConformance(Lasting, SpecConformance):
     def test_folders_that_do_not_fit_are_refused(self, tmp_path: Path) -> None:
         """Check that an adapter folder with an unknown config field, an unknown tensor name, a wrong shape, NaN or
         no tensor is refused."""
-        method, process, folder = self.build(*self.context()), self.made(), tmp_path / "adapter"
+        method = self.build(*self.context())
+        process = self.made()
+        folder = tmp_path / "adapter"
         self.write(folder, 0, LAYERS, POINTS)
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         method.check(str(folder), config)
@@ -387,13 +429,20 @@ class AdapterConformance(Lasting, SpecConformance):
         The prefix cache is off and on, and the engine has as many slots for adapters as it needs, or only one.
         """
         path, _, model = tiny_dir(tmp_path / "model")
-        linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"}
-        layers = {name: (m.out_features, m.in_features) for name, m in linear.items()}
+        linear = {}
+        for name, m in model.named_modules():
+            if isinstance(m, torch.nn.Linear) and name != "lm_head":
+                linear[name] = m
+        layers = {}
+        for name, m in linear.items():
+            layers[name] = (m.out_features, m.in_features)
         points = {"layers.0.residual": model.config.hidden_size, "embedding": model.config.hidden_size}
         folders = [tmp_path / f"served{number}" for number in range(FOLDERS)]
         for number, folder in enumerate(folders):
             self.write(folder, number, layers, points)
-        requested: list[LoRARequest | None] = [LoRARequest(f.name, 1 + n, str(f)) for n, f in enumerate(folders)]
+        requested: list[LoRARequest | None] = []
+        for number, folder in enumerate(folders):
+            requested.append(LoRARequest(folder.name, 1 + number, str(folder)))
         requested.append(None)
         with self._engine(path, max_loras=PLACES, enable_prefix_caching=False) as llm:
             alone = [self._scores(llm, [one])[0] for one in requested]
@@ -431,5 +480,8 @@ class AdapterConformance(Lasting, SpecConformance):
 
 def _low_rank_product(one: LowRank, place: int, x: Tensor, info: ModuleInfo) -> Tensor:
     """Return the sum of low-rank products B A x [out] of one slot of adapter memory for an input x [in]."""
-    parts = [one.b[place, info.rows[name]] @ (one.a[place, part] @ x) for part, (name, _) in enumerate(info.parts)]
+    parts = []
+    for part, (name, _) in enumerate(info.parts):
+        low = one.a[place, part] @ x
+        parts.append(one.b[place, info.rows[name]] @ low)
     return torch.cat(parts)

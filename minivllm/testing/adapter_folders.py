@@ -26,7 +26,8 @@ Shapes = Mapping[str, tuple[int, int]]  # layer of the checkpoint -> (outputs, i
 def chosen(names: Mapping[str, Any], number: int) -> list[str]:
     """Return the names of the layers or tap points that test adapter ``number`` changes."""
     ordered = list(names)
-    return (ordered, ordered[-1:], ordered[:-1] or ordered)[number]
+    changed = (ordered, ordered[-1:], ordered[:-1] or ordered)
+    return changed[number]
 
 
 def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -38,7 +39,8 @@ def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 def write_lora(folder: Path, number: int, layers: Shapes, points: Mapping[str, int]) -> None:
     """Write a LoRA folder: random matrices A and B of each changed layer, with lora_alpha / r = 3."""
-    generator, rank = torch.Generator().manual_seed(number), RANKS[number]
+    generator = torch.Generator().manual_seed(number)
+    rank = RANKS[number]
     tensors = {}
     for name in chosen(layers, number):
         outputs, inputs = layers[name]
@@ -50,10 +52,14 @@ def write_lora(folder: Path, number: int, layers: Shapes, points: Mapping[str, i
 
 def write_ia3(folder: Path, number: int, layers: Shapes, points: Mapping[str, int]) -> None:
     """Write an IA3 folder: random factors near 1 for the inputs or the outputs of each changed layer."""
-    generator, tensors = torch.Generator().manual_seed(number), dict[str, Tensor]()
+    generator = torch.Generator().manual_seed(number)
+    tensors = dict[str, Tensor]()
     for name in chosen(layers, number):
         outputs, inputs = layers[name]
-        shape = (1, inputs) if name.endswith(SCALED_INPUTS) else (outputs, 1)
+        if name.endswith(SCALED_INPUTS):
+            shape = (1, inputs)
+        else:
+            shape = (outputs, 1)
         tensors[f"{PREFIX}{name}.ia3_l"] = 1 + 0.5 * torch.randn(shape, generator=generator)
     save(folder, {"peft_type": "IA3"}, tensors)
 
@@ -61,7 +67,9 @@ def write_ia3(folder: Path, number: int, layers: Shapes, points: Mapping[str, in
 def write_steering(folder: Path, number: int, layers: Shapes, points: Mapping[str, int]) -> None:
     """Write a steering folder: a random vector to add at each changed tap point, with scale 2."""
     generator = torch.Generator().manual_seed(number)
-    tensors = {point: torch.randn(points[point], generator=generator) for point in chosen(points, number)}
+    tensors = {}
+    for point in chosen(points, number):
+        tensors[point] = torch.randn(points[point], generator=generator)
     save(folder, {"peft_type": "STEERING", "scale": 2.0}, tensors)
 
 
@@ -72,7 +80,8 @@ def lora_output(folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor
     if f"{PREFIX}{name}.lora_A.weight" not in tensors:
         return y
     a, b = (tensors[f"{PREFIX}{name}.lora_{which}.weight"].double() for which in "AB")
-    return y + config["lora_alpha"] / config["r"] * (x @ a.T @ b.T)
+    scale = config["lora_alpha"] / config["r"]
+    return y + scale * (x @ a.T @ b.T)
 
 
 def ia3_output(folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -88,7 +97,9 @@ def ia3_output(folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor)
 def steering_value(folder: Path, point: str, x: Tensor) -> Tensor:
     """Return the value of a tap point with steering, float64 [T, width]: x plus the scaled vector of the point."""
     tensors, config = read(folder)
-    return x + config["scale"] * tensors[point].double() if point in tensors else x
+    if point in tensors:
+        return x + config["scale"] * tensors[point].double()
+    return x
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -57,7 +57,8 @@ def layers_of(device: str) -> dict[str, Layer]:
     found = {}
     for name, (outputs, inputs) in LAYERS.items():
         weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
-        found[name] = Layer(weight.to(device), torch.randn(outputs, generator=generator).to(device))
+        bias = torch.randn(outputs, generator=generator).to(device)
+        found[name] = Layer(weight.to(device), bias)
     return found
 
 
@@ -68,17 +69,19 @@ class ModelProcess:
     def __init__(
         self, method: AdapterMethod, device: str, rank: int = 0, size: int = 1, invariant: bool = False
     ) -> None:
-        self.shard, self.layers = Shard(rank, size), layers_of(device)
+        self.shard = Shard(rank, size)
+        self.layers = layers_of(device)
         self.infos = {name: self._info(name, device) for name in _SERVED}
-        self.targets = {
-            source: TargetLayer(self.infos[served], parts, Rule(source, served, parts))
-            for served, (sources, _) in _SERVED.items()
-            for source, parts in sources.items()
-        }
+        self.targets = {}
+        for served, (sources, _) in _SERVED.items():
+            for source, parts in sources.items():
+                rule = Rule(source, served, parts)
+                self.targets[source] = TargetLayer(self.infos[served], parts, rule)
         self.weights = {name: self._cut(name, "weight") for name in _SERVED}
         self.biases = {name: self._cut(name, "bias") for name in _SERVED}
+        layers = {name: AdaptedLayer(info, self.biases[name]) for name, info in self.infos.items()}
         self.model = AdaptedModel(
-            {name: AdaptedLayer(info, self.biases[name]) for name, info in self.infos.items()},
+            layers,
             POINTS,
             torch.float32,
             torch.device(device),
@@ -109,7 +112,9 @@ class ModelProcess:
             target = self.targets[source]
             found += [share for _, _, share in target.rows(values)]
         joined = torch.cat(found)
-        return self.targets[source].columns(joined).contiguous() if kind == "weight" else joined
+        if kind == "weight":
+            return self.targets[source].columns(joined).contiguous()
+        return joined
 
     def read(self, folder: Path) -> Any:
         """Load an adapter folder into host memory with the method's ``read``."""
@@ -134,14 +139,16 @@ class ModelProcess:
             for name, change in self.changes.items():
                 x = inputs[name]
                 if self.infos[name].split == "row":
-                    x = x.chunk(self.shard.size, dim=1)[self.shard.rank].contiguous()
+                    shards = x.chunk(self.shard.size, dim=1)
+                    x = shards[self.shard.rank].contiguous()
                 product = partial(_product, self.weights[name])
                 found[name] = product(x) if change is None else change(product, x)
         return found
 
     def step(self, places: Sequence[int]) -> Any:
         """Return a context manager for a step whose tokens use the adapters in the slots ``places`` (-1 for none)."""
-        return _AdaptedStep(self.memory, torch.tensor(places, dtype=torch.int32, device=self.model.device))
+        slots = torch.tensor(places, dtype=torch.int32, device=self.model.device)
+        return _AdaptedStep(self.memory, slots)
 
     def values(self, places: Sequence[int], loaded: Sequence[Any], x: Tensor) -> dict[str, Tensor]:
         """Return the value of each tap point in a step, [T, width] by point, for the value x without adapters.
@@ -158,7 +165,8 @@ class _AdaptedStep:
     ``end``."""
 
     def __init__(self, memory: AdapterMemory, tokens: Tensor) -> None:
-        self.memory, self.tokens = memory, tokens
+        self.memory = memory
+        self.tokens = tokens
 
     def __enter__(self) -> None:
         self.memory.begin(self.tokens)
@@ -174,8 +182,14 @@ def _product(weight: Tensor, x: Tensor) -> Tensor:
 def inputs_of(tokens: int, device: str, seed: int = 0) -> dict[str, Tensor]:
     """Return random inputs of each served layer for a step of some tokens, [tokens, in] by name, not split."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = {name: LAYERS[next(iter(sources))][1] for name, (sources, _) in _SERVED.items()}
-    return {name: torch.randn(tokens, size, generator=generator).to(device) for name, size in sizes.items()}
+    sizes = {}
+    for name, (sources, _) in _SERVED.items():
+        sizes[name] = LAYERS[next(iter(sources))][1]
+    found = {}
+    for name, size in sizes.items():
+        x = torch.randn(tokens, size, generator=generator)
+        found[name] = x.to(device)
+    return found
 
 
 def sources_of(name: str) -> dict[str, tuple[str, ...]]:

@@ -81,7 +81,8 @@ class AttentionConformance(
 
     def format(self, name: str) -> KVFormat:
         """Create the KV format of a name."""
-        return build_part("kvformat", find("kvformat", name).part({}))
+        part = find("kvformat", name).part({})
+        return build_part("kvformat", part)
 
     def format_serves(self, name: str, dtype: str) -> bool:
         """Return whether a KV format serves models of a dtype."""
@@ -115,7 +116,8 @@ class AttentionConformance(
 
     def context(self) -> tuple[Any, ...]:
         """Return the arguments of the plug-in's constructor after its options."""
-        return (self.attention_context(self.plain(), len(ROWS) + 2, 24, False),)
+        ctx = self.attention_context(self.plain(), len(ROWS) + 2, 24, False)
+        return (ctx,)
 
     def exercise(self, instance: AttentionBackend) -> Any:
         """Run one step with a back end and return its outputs."""
@@ -129,11 +131,13 @@ class AttentionConformance(
         ``rows`` has (cached tokens, new tokens) of each row.  ``options`` has keyword arguments of ``World`` and of
         ``World.check``.
         """
-        most = max(past + new for past, new in rows) + options.get("ahead", 0)
+        longest = max(past + new for past, new in rows)
+        most = longest + options.get("ahead", 0)
         names = ("seed", "poison", "q_size", "null_nan", "batch_invariant", "slope", "static")
         of_world = {name: options.pop(name) for name in names if name in options}
         world = World(self, setting, len(rows), most, **of_world)
-        return world.check([(world.add(past), new) for past, new in rows], **options)
+        step = [(world.add(past), new) for past, new in rows]
+        return world.check(step, **options)
 
     def around(self, block: int) -> list[tuple[int, int]]:
         """Return rows (cached tokens, new tokens) that end before, at and after block borders.
@@ -142,11 +146,16 @@ class AttentionConformance(
         """
         borders = {n * block + shift for n in (1, 2) for shift in (-1, 0, 1)}
         ends = sorted(end for end in borders if end > 0)
-        return [(end - new, new) for new in sorted({1, 2, block}) for end in ends if end >= new]
+        rows = []
+        for new in sorted({1, 2, block}):
+            rows += [(end - new, new) for end in ends if end >= new]
+        return rows
 
     def with_windows(self) -> tuple[dict[str, Any], ...]:
         """Return AttnSpec fields to test a feature with: no field, and a window of 3 tokens if windows are claimed."""
-        return ({}, {"window": 3}) if self.claims("window") else ({},)
+        if self.claims("window"):
+            return ({}, {"window": 3})
+        return ({},)
 
     def windowed_settings(self) -> list[tuple[int, Setting]]:
         """Return (block size, setting with a window) for the first three block sizes, or for all in the long
@@ -230,7 +239,8 @@ class AttentionConformance(
             names = " or ".join(f"heads of {dim} in blocks of {block}" for block, dim in sizes)
             pytest.skip(f"no setting with {names} is claimed")
         for setting in filter(None, found):
-            self.run(setting, [(0, 70), (57, 40), (61, 3), (200, 1)])
+            rows = [(0, 70), (57, 40), (61, 3), (200, 1)]
+            self.run(setting, rows)
 
     @since(1, 0)
     def test_each_dtype_with_each_kv_format(self) -> None:
@@ -241,7 +251,8 @@ class AttentionConformance(
         """
         for dtype, _ in self.space.each("dtype"):
             for kv_format, setting in self.space.each("kv_format", dtype=dtype):
-                self.run(setting, [*ROWS, (130, 1), (290, 3), (0, 40)], lse=self.claims("lse"))
+                rows = [*ROWS, (130, 1), (290, 3), (0, 40)]
+                self.run(setting, rows, lse=self.claims("lse"))
                 assert kv_format == setting.kv_format
 
     @since(1, 0)
@@ -274,7 +285,8 @@ class AttentionConformance(
         """
         for block, setting in self.space.each("block"):
             n = min(max(620, 66 * block + 7), LONGEST)
-            results = self.run(setting, [(n, 1), (600, 3), (2, 1)], q_size=60.0, slope=6.0)
+            rows = [(n, 1), (600, 3), (2, 1)]
+            results = self.run(setting, rows, q_size=60.0, slope=6.0)
             _require_score(results[0], 500)
 
     @since(1, 0)
@@ -301,12 +313,14 @@ class AttentionConformance(
         if self.claims("softcap"):
             specs.append(replace(base, softcap=1.5))
         if self.claims("alibi"):
-            specs.append(replace(base, alibi=slopes(base.heads)))
+            spec = replace(base, alibi=slopes(base.heads))
+            specs.append(spec)
         for order in (specs, specs[::-1]):
             setting = Setting(tuple(order), first.dtype, first.kv_format, first.block)
             if not self.space.serves(setting):
                 pytest.skip("the plug-in serves no such mix of layers")
-            self.run(setting, [(9, 1), (4, 1), (0, 7), (6, 3)])
+            rows = [(9, 1), (4, 1), (0, 7), (6, 3)]
+            self.run(setting, rows)
 
     @since(1, 0)
     def test_steps_of_one_shape_over_other_blocks(self) -> None:
@@ -317,7 +331,9 @@ class AttentionConformance(
         """
         for static in (False, True):
             world = World(self, self.plain(), 6, 30, static=static)
-            seqs = [world.add(past) for past in (9, 9, 4, 5, 14, 9)]
+            seqs = []
+            for past in (9, 9, 4, 5, 14, 9):
+                seqs.append(world.add(past))
             for chosen in ((0, 2), (1, 3), (4, 5), (2, 0), (0, 2)):
                 world.check([(seqs[i], 1) for i in chosen])
             for chosen in ((0, 1), (2, 3), (1, 0)):
@@ -340,7 +356,8 @@ class AttentionConformance(
         It is an upper bound: a back end may size a launch by it, but not the softmax.
         """
         for ahead in (1, 3, 9):
-            self.run(self.plain(), [(5, 1), (15, 1), (0, 1), (2, 4)], ahead=ahead)
+            rows = [(5, 1), (15, 1), (0, 1), (2, 4)]
+            self.run(self.plain(), rows, ahead=ahead)
 
     @since(1, 0)
     def test_nan_of_a_failed_row_stays_in_its_blocks(self) -> None:
@@ -366,7 +383,10 @@ class AttentionConformance(
             world.check([(seqs[0], 1), (seqs[1], 2), (seqs[2], 2), (seqs[3], 1), (seqs[4], 3)])
         if not self.claims("window"):
             return
-        invariants = (False, True) if self.claims("batch_invariant") else (False,)
+        if self.claims("batch_invariant"):
+            invariants = (False, True)
+        else:
+            invariants = (False,)
         for block, setting in self.windowed_settings():
             rows = [(70, 1), (3 * block, 1), (2 * block + 1, 5), (90, 20), (0, 40)]
             for window in (block + 1, 23):
@@ -409,7 +429,8 @@ class AttentionConformance(
         for setting in settings:
             world = World(self, setting, len(ROWS), 60)
             world.position_offset = 1000
-            world.check([(world.add(past), new) for past, new in ROWS])
+            step = [(world.add(past), new) for past, new in ROWS]
+            world.check(step)
 
     @since(1, 0)
     def test_sinks_take_probability_and_give_nothing(self) -> None:
@@ -417,7 +438,8 @@ class AttentionConformance(
         self.need("sinks")
         for ratio in self.space.facts["queries_per_kv"]:
             for fields in self.with_windows():
-                self.run(self.plain(queries_per_kv=ratio, sinks=True, **fields))
+                setting = self.plain(queries_per_kv=ratio, sinks=True, **fields)
+                self.run(setting)
 
     @since(1, 0)
     def test_a_softcap_bends_the_scaled_scores(self) -> None:
@@ -439,7 +461,8 @@ class AttentionConformance(
                 setting = self.plain(queries_per_kv=ratio, **fields)
                 base = setting.specs[0]
                 steep_first = slopes(base.heads)
-                specs = (replace(base, alibi=steep_first), base, replace(base, alibi=steep_first[::-1]))
+                gentle_first = replace(base, alibi=steep_first[::-1])
+                specs = (replace(base, alibi=steep_first), base, gentle_first)
                 rows = [(0, 1), (37, 1), (0, 9), (21, 5), (150, 1), (140, 12)]
                 self.run(replace(setting, specs=specs), rows)
 
@@ -500,7 +523,8 @@ class AttentionConformance(
         The length of the sequence is restored.
         """
         length = seq.length
-        out = torch.cat([world.step([(seq, n)])[0].out for n in sizes])
+        parts = [world.step([(seq, n)])[0].out for n in sizes]
+        out = torch.cat(parts)
         seq.length = length
         return out
 
@@ -522,7 +546,10 @@ class AttentionConformance(
             seq.length = length
         order = sorted(range(len(rows)), key=lambda i: rows[i][1] != 1)
         places = zip(order, result.places, strict=True)
-        return {i: result.out[place.first : place.first + place.n] for i, place in places}
+        found = {}
+        for i, place in places:
+            found[i] = result.out[place.first : place.first + place.n]
+        return found
 
     # ---- layout and graphs -----------------------------------------------------------------------------------------
 
@@ -559,7 +586,8 @@ class AttentionConformance(
 
 def _windowed(setting: Setting, window: int) -> Setting:
     """Return a one-layer copy of a setting with another sliding window, in tokens."""
-    return replace(setting, specs=(replace(setting.specs[0], window=window),))
+    specs = (replace(setting.specs[0], window=window),)
+    return replace(setting, specs=specs)
 
 
 def _require_score(result: LayerResult, least: float) -> None:

@@ -91,5 +91,6 @@ class AttentionApproximate:
         layer = world.layers[0]
         with torch.inference_mode():
             world.backend.plan(meta, GraphKey())
-            q = world.backend.write(layer, *world.inputs(layer, rows), meta, None)
+            inputs = world.inputs(layer, rows)
+            q = world.backend.write(layer, *inputs, meta, None)
             return world.backend.selected(layer, q, meta)[0].cpu()

@@ -76,7 +76,8 @@ def request(suite: SpaceSuite, setting: Setting) -> PluginQuery:
         "alibi": any(s.alibi is not None for s in specs),
         "v_in_k": any(s.v_in_k for s in specs),
     }
-    return PluginQuery(facts, frozenset(name for name, in_use in used.items() if in_use))
+    features = frozenset(name for name, in_use in used.items() if in_use)
+    return PluginQuery(facts, features)
 
 
 class Space:
@@ -100,12 +101,19 @@ class Space:
         least and the greatest number are tested, unless the profile is long, because a kernel is compiled for each
         size.
         """
-        limit = ANY if self.suite.spec.limits == ANY else self.suite.spec.limits.get(fact, frozenset())
-        named = limit if isinstance(limit, Set) else [getattr(limit, edge, None) for edge in ("least", "most", "step")]
+        if self.suite.spec.limits == ANY:
+            limit = ANY
+        else:
+            limit = self.suite.spec.limits.get(fact, frozenset())
+        if isinstance(limit, Set):
+            named = limit
+        else:
+            named = [getattr(limit, edge, None) for edge in ("least", "most", "step")]
         numbers = sorted(n for n in named if isinstance(n, int) and 0 < n <= 1024)
         if self.suite.place().startswith("cuda") and not self.suite.long:
             numbers = [*numbers[:1], *numbers[-1:]]
-        return list(dict.fromkeys(self.suite.values(fact, *candidates, *numbers)))
+        listed = self.suite.values(fact, *candidates, *numbers)
+        return list(dict.fromkeys(listed))
 
     def serves(self, setting: Setting) -> bool:
         """Return whether the plug-in claims to serve a setting."""
@@ -121,7 +129,9 @@ class Space:
         ``fixed`` has facts, or fields of the layer's AttnSpec, that the setting must have.  dim_qk and dim_v are equal
         if such a setting is claimed.
         """
-        choices = [[fixed.pop(fact)] if fact in fixed else values for fact, values in self.facts.items()]
+        choices = []
+        for fact, values in self.facts.items():
+            choices.append([fixed.pop(fact)] if fact in fixed else values)
         *facts, formats = choices
         found = None
         for dtype, block, ratio, dim_qk, dim_v in itertools.product(*facts):
@@ -153,8 +163,13 @@ class Space:
         The second layer shares the KV group of the first layer or has its own group.
         """
         facts = {fact: st.sampled_from(values) for fact, values in self.facts.items()}
-        features = {name: st.sampled_from(values) for name, values in self.features().items()}
-        v_in_k = st.booleans() if self.suite.claims("v_in_k") else st.just(False)
+        features = {}
+        for name, values in self.features().items():
+            features[name] = st.sampled_from(values)
+        if self.suite.claims("v_in_k"):
+            v_in_k = st.booleans()
+        else:
+            v_in_k = st.just(False)
 
         @st.composite
         def any_setting(draw: Any) -> Setting:
@@ -185,7 +200,9 @@ class Space:
         ``fixed`` has other facts or AttnSpec fields that the settings must have.  Skip the test if no setting is
         claimed.
         """
-        settings = {value: self.plain(**{fact: value}, **fixed) for value in self.facts[fact]}
+        settings = {}
+        for value in self.facts[fact]:
+            settings[value] = self.plain(**{fact: value}, **fixed)
         claimed = [(value, setting) for value, setting in settings.items() if setting is not None]
         if not claimed:
             pytest.skip(f"no setting with any {fact}" + (f" and {fixed}" if fixed else "") + " is claimed")
@@ -223,16 +240,28 @@ def lives(draw: Any, block: int, most: int) -> tuple[RowLife, ...]:
     shareable = int(block + 40 < most)
     if 3 * block < most:
         shareable = 2
-    common = draw(st.integers(0, shareable)) * block if shareable else 0
-    edge = st.builds(lambda n, d: n * block + d, st.integers(1, 4), st.sampled_from((-1, 0, 1)))
-    many = st.one_of(st.integers(2, 9), edge, st.integers(2, most // 3))
-    past = st.one_of(st.integers(1, 5), edge, edge, st.integers(1, most // 2))
+    if shareable:
+        common = draw(st.integers(0, shareable)) * block
+    else:
+        common = 0
+    shift = st.sampled_from((-1, 0, 1))
+    edge = st.builds(lambda n, d: n * block + d, st.integers(1, 4), shift)
+    long = st.integers(2, most // 3)
+    many = st.one_of(st.integers(2, 9), edge, long)
+    longest = st.integers(1, most // 2)
+    past = st.one_of(st.integers(1, 5), edge, edge, longest)
     plans = []
     for i in range(draw(st.integers(1, 5))):
         is_first = i == 0
-        kind = "live" if is_first else draw(st.sampled_from(("live", "live", "live", "ended", "null")))
+        if is_first:
+            kind = "live"
+        else:
+            kind = draw(st.sampled_from(("live", "live", "live", "ended", "null")))
         shares = draw(st.booleans())
-        start = 0 if draw(st.integers(0, 2)) == 0 else draw(past)
+        if draw(st.integers(0, 2)) == 0:
+            start = 0
+        else:
+            start = draw(past)
         if shares or is_first:
             start = max(start, common)
         start = min(start, most - steps)
@@ -241,12 +270,16 @@ def lives(draw: Any, block: int, most: int) -> tuple[RowLife, ...]:
         for step in range(steps):
             is_prompt = start == 0 and step == 0
             choice = draw(st.sampled_from(("one", "many", "many" if is_prompt else "none")))
-            new = draw(many) if choice == "many" else int(choice == "one")
+            if choice == "many":
+                new = draw(many)
+            else:
+                new = int(choice == "one")
             if is_first:
                 new = max(new, 1)  # no step may be empty
             news.append(min(new, room_left - (steps - 1 - step)))
             room_left -= news[-1]
-        plans.append(RowLife(start, tuple(news), shares, kind == "ended", kind == "null"))
+        plan = RowLife(start, tuple(news), shares, kind == "ended", kind == "null")
+        plans.append(plan)
     return tuple(plans)
 
 
@@ -264,7 +297,10 @@ def settle(world: World, plan: Sequence[RowLife]) -> list[WorldSeq]:
 
 def rows_of(plan: Sequence[RowLife], seqs: Sequence[WorldSeq], step: int) -> Rows:
     """Return (sequence, new tokens) of each row of step number ``step``, in reverse order if that is odd."""
-    rows = [(seq, life.news[step]) for seq, life in zip(seqs, plan, strict=True) if life.news[step]]
+    rows = []
+    for seq, life in zip(seqs, plan, strict=True):
+        if life.news[step]:
+            rows.append((seq, life.news[step]))
     return rows[::-1] if step % 2 else rows
 
 

@@ -24,7 +24,7 @@ from .attention_world import Rows, Setting, World, WorldSuite
 from .waiting import no_wait, waits
 
 TOKENS = 300  # most tokens of a sequence
-LONG = 360  # number of tokens of a sequence whose blocks other sequences share
+LONG = 360  # number of tokens that a sequence may have in the test of shared blocks
 
 
 def check_decode(suite: WorldSuite, setting: Setting) -> None:
@@ -33,15 +33,19 @@ def check_decode(suite: WorldSuite, setting: Setting) -> None:
     Where a step has fewer rows, rows without blocks pad it.
     """
     world = World(suite, setting, 7, TOKENS)
-    seqs = [world.add(past) for past in (3, 290, 15, 16, 40, 1)]
+    seqs = []
+    for past in (3, 290, 15, 16, 40, 1):
+        seqs.append(world.add(past))
     pad = world.add_null()
     chosen = [[0, 1, 2, 3, 4], [2, 1], [5, 4, 3, 2, 1], [3], [1, 0, 5], [4, 0], [2, 0, 4], [1, 5]]
     steps = []
     for i, indices in enumerate(chosen):
         size = 2 if i % 2 else 5
         rows = [(seqs[index], 1) for index in indices]
-        steps.append(rows + [(pad, 1)] * (size - len(rows)))
-    _capture_and_replay(world, [GraphKey("decode", 5, 5), GraphKey("decode", 2, 2)], steps)
+        step = rows + [(pad, 1)] * (size - len(rows))
+        steps.append(step)
+    keys = [GraphKey("decode", 5, 5), GraphKey("decode", 2, 2)]
+    _capture_and_replay(world, keys, steps)
 
 
 def check_mixed(suite: WorldSuite, setting: Setting) -> None:
@@ -53,18 +57,26 @@ def check_mixed(suite: WorldSuite, setting: Setting) -> None:
     seqs = [world.add(past) for past in (0, 200, 17, 5)]
     lengths = [(5, 5, 5, 5), (1, 1, 16, 2), (2, 14, 2), (1, 2, 4, 13), (1, 1, 1, 17), (9,), (1, 1, 2)]
     steps = [list(zip(seqs, q_len, strict=False)) for q_len in lengths]
-    _capture_and_replay(world, [GraphKey("mixed", 4, 20), GraphKey("mixed", 6, 24)], steps)
+    keys = [GraphKey("mixed", 4, 20), GraphKey("mixed", 6, 24)]
+    _capture_and_replay(world, keys, steps)
 
 
 def check_shared(suite: WorldSuite, setting: Setting) -> None:
     """Check captured decode steps whose rows share blocks (``GraphKey.shared``); rows come and leave in any order."""
     world = World(suite, setting, 8, LONG)
-    head, other = world.add(LONG - 12), world.add(LONG - 40)
-    seqs = [head, other, *(world.add(head.length, like=head) for _ in range(4)), world.add(7), world.add(5, like=head)]
+    head = world.add(LONG - 12)
+    other = world.add(LONG - 40)
+    rest = [world.add(head.length, like=head) for _ in range(4)]
+    seqs = [head, other, *rest, world.add(7), world.add(5, like=head)]
     pad = world.add_null()
     chosen = [[0, 2, 3, 4, 5, 1], [1, 6, 7], [5, 1, 4, 6, 3, 0], [2, 3, 4, 5], [7, 0, 2, 3, 4, 5]]
-    steps = [[(seqs[i], 1) for i in indices] + [(pad, 1)] * (6 - len(indices)) for indices in chosen]
-    _capture_and_replay(world, [GraphKey("decode", 6, 6, shared=True)], steps)
+    steps = []
+    for indices in chosen:
+        rows = [(seqs[i], 1) for i in indices]
+        padding = [(pad, 1)] * (6 - len(indices))
+        steps.append(rows + padding)
+    keys = [GraphKey("decode", 6, 6, shared=True)]
+    _capture_and_replay(world, keys, steps)
 
 
 class _Step:
@@ -88,7 +100,10 @@ class _Step:
         self.on_gpu = world.device.startswith("cuda")
         if not self.on_device:
             world.backend.plan(self.meta, key)
-        self.replay = _captured(self._run) if self.on_gpu else self._run
+        if self.on_gpu:
+            self.replay = _captured(self._run)
+        else:
+            self.replay = self._run
         if not self.on_gpu and "cuda" in world.suite.values("device", "cuda"):
             with waits(world.device) as found:
                 self._run()
@@ -107,7 +122,8 @@ class _Step:
         meta.q_len = _padded(meta.q_len, more)
         meta.kv_len = _padded(meta.kv_len, more)
         for name in ("position", "row", "slot_map"):
-            setattr(meta, name, _padded(getattr(meta, name), self.key.tokens - tokens))
+            padded = _padded(getattr(meta, name), self.key.tokens - tokens)
+            setattr(meta, name, padded)
         meta.host_q_len = np.pad(meta.host_q_len, (0, more))
         meta.host_kv_len = np.pad(meta.host_kv_len, ((0, 0), (0, more)))
         return meta
@@ -116,7 +132,8 @@ class _Step:
         """Return q, k and v of a step, with NaN for the padding tokens."""
         padded = []
         for x in self.world.inputs(self.layer, rows):
-            padding = x.new_full((self.key.tokens - len(x), *x.shape[1:]), torch.nan)
+            shape = (self.key.tokens - len(x), *x.shape[1:])
+            padding = x.new_full(shape, torch.nan)
             padded.append(torch.cat([x, padding]))
         return padded
 
@@ -205,7 +222,9 @@ def _bounded(meta: AttnMeta, longest: int) -> AttnMeta:
 
 def _padded(x: Tensor, more: int, value: int = 0) -> Tensor:
     """Return x [..., n] with ``more`` elements of ``value`` appended to its last dimension."""
-    return torch.cat([x, x.new_full((*x.shape[:-1], more), value)], dim=-1)
+    padding = x.new_full((*x.shape[:-1], more), value)
+    parts = [x, padding]
+    return torch.cat(parts, dim=-1)
 
 
 def _copy_tensors(meta: AttnMeta, new: AttnMeta) -> None:

@@ -59,8 +59,11 @@ class AttentionLse:
             merged_lse = torch.logaddexp(lse[0], lse[1])
             weights = (lse[:2] - merged_lse).exp()
             merged = (weights[..., None] * out[:2]).sum(0)
-            allowed = 1e-5 + 4 * torch.finfo(result.out.dtype).eps * float(out.abs().max())
-            error = max(float((merged - out[2]).abs().max()), float((merged_lse - lse[2]).abs().max()))
+            eps = torch.finfo(result.out.dtype).eps
+            allowed = 1e-5 + 4 * eps * float(out.abs().max())
+            out_error = float((merged - out[2]).abs().max())
+            lse_error = float((merged_lse - lse[2]).abs().max())
+            error = max(out_error, lse_error)
             assert error <= allowed, f"merged results are off by {error:.2g}; at most {allowed:.2g} is allowed"
 
     @since(1, 0)

@@ -35,14 +35,22 @@ def attend(
     n = len(q)
     length = len(k)
     kv_head = torch.arange(spec.heads) // (spec.heads // spec.kv_heads)
-    scale = spec.scale if spec.scale is not None else spec.dim_qk**-0.5
+    if spec.scale is not None:
+        scale = spec.scale
+    else:
+        scale = spec.dim_qk**-0.5
     scores = (q.transpose(0, 1) @ k[:, kv_head].permute(1, 2, 0)) * scale  # [heads, n, L]
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if spec.alibi is not None:
-        distance = torch.arange(length) - torch.arange(length - n, length)[:, None]
-        scores = scores + torch.tensor(spec.alibi, dtype=scores.dtype)[:, None, None] * distance
-    seen = visible(n, length, spec) if selected is None else selected.transpose(0, 1)
+        query = torch.arange(length - n, length)
+        distance = torch.arange(length) - query[:, None]
+        slope = torch.tensor(spec.alibi, dtype=scores.dtype)[:, None, None]
+        scores = scores + slope * distance
+    if selected is None:
+        seen = visible(n, length, spec)
+    else:
+        seen = selected.transpose(0, 1)
     largest = float(scores.masked_fill(~seen, 0).abs().max())
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
@@ -58,7 +66,9 @@ def visible(queries: int, keys: int, spec: AttnSpec) -> Tensor:
     key = torch.arange(keys)
     query = torch.arange(keys - queries, keys)[:, None]
     seen = key <= query
-    return seen if spec.window is None else seen & (key > query - spec.window)
+    if spec.window is None:
+        return seen
+    return seen & (key > query - spec.window)
 
 
 def check_selected(backend: AttentionBackend, spec: AttnSpec, mask: Any, queries: int, keys: int) -> None:
@@ -68,7 +78,10 @@ def check_selected(backend: AttentionBackend, spec: AttnSpec, mask: Any, queries
     selects visible keys only, at least one and at most ``most_keys``.
     """
     shape = (queries, spec.heads, keys)
-    found = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+    if isinstance(mask, Tensor):
+        found = f"{tuple(mask.shape)} {mask.dtype}"
+    else:
+        found = type(mask).__name__
     assert isinstance(mask, Tensor) and mask.dtype == torch.bool and tuple(mask.shape) == shape, (
         f"selected returned {found}: expected a bool tensor {shape}, [q_len, heads, kv_len]"
     )
@@ -103,14 +116,17 @@ def rotated(x: Tensor, norm: Tensor | None, pre: QKPre, position: Tensor) -> Ten
     elements by an angle that depends on the position (int64 [T]) and on i.
     """
     if norm is not None:
-        x = x / (x.square().mean(-1, keepdim=True) + pre.eps).sqrt() * norm.to(x)
+        mean_square = x.square().mean(-1, keepdim=True)
+        x = x / (mean_square + pre.eps).sqrt() * norm.to(x)
     if pre.cos is None:
         return x
     half = pre.cos.shape[1] // 2
-    cos, sin = (table.cpu()[position, None, :half].to(x) for table in (pre.cos, pre.sin))
+    cos = pre.cos.cpu()[position, None, :half].to(x)
+    sin = pre.sin.cpu()[position, None, :half].to(x)
     a = x[..., :half]
     b = x[..., half : 2 * half]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], dim=-1)
+    parts = [a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]]
+    return torch.cat(parts, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -131,7 +147,8 @@ class TokenPlace:
     def at(self, index: tuple[int, ...]) -> str:
         """Describe an element of a result in words; ``index`` is (token within the row, head, element)."""
         position = self.length - self.n + index[0]
-        inner = "".join(f", {name} {i}" for name, i in zip(("head", "element"), index[1:], strict=False))
+        parts = (f", {name} {i}" for name, i in zip(("head", "element"), index[1:], strict=False))
+        inner = "".join(parts)
         block = f"{position // self.block} + {position % self.block}"
         return f"row {self.row} of {self.n} queries and {self.length} keys: position {position} = block {block}{inner}"
 
@@ -178,8 +195,10 @@ def check(
         value = float(result[index])
         raise AssertionError(f"{name} is {value}, or was not written, in {place.at(index)}\n{place.setting}")
     error = (result - exact).abs()
-    allowed = 2 * float(naive_error.abs().max()) + floor + unit * float(exact.abs().max())
-    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    size = float(exact.abs().max())
+    allowed = 2 * float(naive_error.abs().max()) + floor + unit * size
+    at = torch.unravel_index(error.argmax(), error.shape)
+    index = tuple(int(i) for i in at)
     assert float(error[index]) <= allowed, (
         f"{name} is {float(result[index]):.7g}, expected {float(exact[index]):.7g} within {allowed:.2g}, in "
         f"{place.at(index)}\n{place.setting}"

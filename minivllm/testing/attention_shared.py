@@ -42,10 +42,12 @@ class AttentionShared:
         if world.backend.shares_from is None:
             pytest.skip("not claimed: shares_from")
         world.key = GraphKey(shared=True)
-        first, second = world.add(HEAD[0]), world.add(OTHER[0])
+        first = world.add(HEAD[0])
+        second = world.add(OTHER[0])
         seqs = [first, second]
         for head, other in zip(HEAD[1:], OTHER[1:], strict=True):
-            seqs += [world.add(head, like=first), world.add(other, like=second)]
+            seqs.append(world.add(head, like=first))
+            seqs.append(world.add(other, like=second))
         seqs.append(world.add(first.length, like=first, ended=True))
         seqs.append(world.add_null())
         return world, seqs
@@ -62,7 +64,8 @@ class AttentionShared:
             rows = [(seq, 1) for seq in seqs]
             lse = self.claims("lse")
             world.check(rows, lse=lse)
-            world.check([*rows[8:1:-1], (seqs[0], 3)], lse=lse)
+            rest = [*rows[8:1:-1], (seqs[0], 3)]
+            world.check(rest, lse=lse)
 
     @since(1, 6)
     def test_shared_blocks_with_each_feature(self) -> None:

@@ -53,4 +53,5 @@ class AttentionSizes:
         if not self.claims("window"):
             pytest.skip("not claimed: window")
         for window in WINDOWS:
-            self.run(self.plain(kv_heads=1, window=window), [(300, 1), (129, 3), (0, 150), (window - 1, 1)])
+            rows = [(300, 1), (129, 3), (0, 150), (window - 1, 1)]
+            self.run(self.plain(kv_heads=1, window=window), rows)

@@ -14,10 +14,10 @@ CASES: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...] = (
     (0, 1, ()),
     (0, 10, ((3, 7),)),
     (5, 9, ((5, 8), (10, 13))),
-    (6, 5, ((4, 9),)),  # the first tokens of the span are cached
+    (6, 5, ((4, 9),)),  # cached tokens of this row include the first ones of its span
     (0, 6, ((0, 6),)),
     (13, 5, ()),
-    (66, 12, ((70, 76),)),  # more keys than a tile has
+    (66, 12, ((70, 76),)),  # this row has more keys than a tile of a kernel
 )
 WINDOW = 9  # size of a sliding window in tokens, at least as long as each span
 
@@ -46,7 +46,10 @@ class AttentionSpans:
                 specs = tuple(replace(spec, window=fields["window"]) for spec in setting.specs)
                 setting = replace(setting, specs=specs)
             # other features do not change the choice of rows, and Triton's interpreter takes half a second for a row
-            orders = [CASES, CASES[2:3], CASES[4:5]] if not more else [CASES[3:5]]
+            if not more:
+                orders = [CASES, CASES[2:3], CASES[4:5]]
+            else:
+                orders = [CASES[3:5]]
             if "window" in more:
                 orders = [CASES[:1] + CASES[:2:-1]]
             world = World(self, setting, sum(map(len, orders)), 80)

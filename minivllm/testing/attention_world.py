@@ -51,13 +51,15 @@ def make_meta(
     block, like a row that ended on the device before the host received its result.  The lengths of decode rows on the
     host are too large by ``ahead``.
     """
-    slots, q_len, kv_len = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    columns = [np.array(column, np.int64) for column in zip(*rows, strict=True)]
+    slots, q_len, kv_len = columns
     decode_rows = int(np.argmax(np.append(q_len, 2) != 1))
     groups = len(table)
     ends = np.cumsum(q_len)
     row = np.repeat(np.arange(len(rows)), q_len)
     position = (kv_len - ends)[row] + np.arange(len(row))
-    slot_map = table[:, slots[row], position // block].astype(np.int64) * block + position % block
+    blocks = table[:, slots[row], position // block].astype(np.int64)
+    slot_map = blocks * block + position % block
     slot_map[:, np.isin(row, list(ended))] = 0
     host_q_len = q_len.astype(np.int32)
     host_q_len.flags.writeable = False
@@ -67,9 +69,10 @@ def make_meta(
     def int32(x: np.ndarray) -> Tensor:
         return torch.tensor(x, dtype=torch.int32, device=device)
 
+    cu_q = int32(np.append(0, ends))
     return AttnMeta(
         slots=torch.tensor(slots, device=device),
-        cu_q=int32(np.append(0, ends)),
+        cu_q=cu_q,
         q_len=int32(q_len),
         kv_len=int32(kv_len).expand(groups, len(rows)),
         position=torch.tensor(position, device=device),
@@ -132,7 +135,7 @@ class WorldSeq:
     q: list[Tensor]
     k: list[Tensor]
     v: list[Tensor]
-    length: int = 0  # tokens in the cache
+    length: int = 0  # number of tokens in the cache
     ended: bool = False  # the sequence has ended, so that its new keys and values go to the null block
     null: bool = False  # the sequence has no blocks: all its table entries are the null block
 
@@ -142,7 +145,7 @@ class WorldSeq:
         return not (self.ended or self.null)
 
 
-Rows = Sequence[tuple[WorldSeq, int]]  # a step as (sequence, number of its new tokens)
+Rows = Sequence[tuple[WorldSeq, int]]  # a step: (sequence, number of its new tokens) of each row
 
 
 @dataclass
@@ -221,15 +224,22 @@ class World:
         slots = rows + 2
         self.per_row = -(-tokens // self.block)  # blocks that each sequence has
         ctx = suite.attention_context(setting, slots, tokens, batch_invariant)
-        self.backend = suite.build(ctx) if backend is None else backend
+        if backend is None:
+            self.backend = suite.build(ctx)
+        else:
+            self.backend = backend
         self.format = ctx.kv_format
         self.geometries = list(dict.fromkeys(spec.geometry for spec in setting.specs))  # one geometry per KV group
         self.layers = [self._layer(i, spec) for i, spec in enumerate(setting.specs)]
         self.blocks = 1 + rows * self.per_row + UNOWNED
-        self.free = [list(1 + self.rng.permutation(self.blocks - 1)) for _ in self.geometries]
+        self.free = []
+        for _ in self.geometries:
+            shuffled = 1 + self.rng.permutation(self.blocks - 1)
+            self.free.append(list(shuffled))
         self.unowned = [[NULL_BLOCK, *(free.pop() for _ in range(UNOWNED))] for free in self.free]
         shape = (slots, self.per_row + 1)
-        self.table = np.array([self.rng.choice(blocks, shape) for blocks in self.unowned], np.int32)
+        entries = [self.rng.choice(blocks, shape) for blocks in self.unowned]
+        self.table = np.array(entries, np.int32)
         self.slots = [int(slot) for slot in self.rng.permutation(slots)]
         for layer in self.layers:
             layout = self.backend.layout(layer.spec, self.format, self.block)
@@ -238,15 +248,20 @@ class World:
 
     def _layer(self, index: int, spec: AttnSpec) -> AttnLayer:
         """Return a layer with random sinks and the slopes of its spec, without a cache."""
-        sinks = self.randn(spec.heads).float().to(self.device) * 2 if spec.sinks else None
-        layer = AttnLayer(index, self.geometries.index(spec.geometry), spec, sinks=sinks)
+        if spec.sinks:
+            sinks = self.randn(spec.heads).float().to(self.device) * 2
+        else:
+            sinks = None
+        group = self.geometries.index(spec.geometry)
+        layer = AttnLayer(index, group, spec, sinks=sinks)
         if spec.alibi is not None:
             layer.slopes = torch.tensor(spec.alibi, dtype=torch.float32, device=self.device)
         return layer
 
     def randn(self, *shape: int, size: float = 1.0) -> Tensor:
         """Return normally distributed numbers of a shape in the model's dtype, on the CPU, multiplied by ``size``."""
-        return (torch.randn(*shape, generator=self.random) * size).to(self.dtype)
+        x = torch.randn(*shape, generator=self.random)
+        return (x * size).to(self.dtype)
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
@@ -269,8 +284,10 @@ class World:
             null = slots < self.block
             k[null] = k[null].nan_to_num(100.0)
             v[null] = v[null].nan_to_num(1e4)
-            meta = make_meta([(self.slots[0], n, n)], self.table, self.block, self.device)
-            meta.slot_map = slots.repeat(len(self.geometries), 1).to(self.device)
+            rows = [(self.slots[0], n, n)]
+            meta = make_meta(rows, self.table, self.block, self.device)
+            of_groups = slots.repeat(len(self.geometries), 1)
+            meta.slot_map = of_groups.to(self.device)
             self._write(layer, k, v, meta)
 
     @torch.inference_mode()
@@ -282,14 +299,17 @@ class World:
     def _random_sequence(self, slot: int, ended: bool = False, null: bool = False) -> WorldSeq:
         """Return a sequence with random q, k and v, none of whose tokens is in the cache."""
         seq = WorldSeq(slot, [], [], [], ended=ended, null=null)
-        sizes = torch.linspace(1.0, self.slope, self.tokens)[:, None, None]
+        sizes = torch.linspace(1.0, self.slope, self.tokens)
+        sizes = sizes[:, None, None]
         self.added += 1
         if self.added % 2 == 0:
             sizes = sizes.flip(0)
         for spec in self.setting.specs:
-            k = (self.randn(self.tokens, spec.kv_heads, spec.dim_qk).float() * sizes).to(self.dtype)
+            k = self.randn(self.tokens, spec.kv_heads, spec.dim_qk).float()
+            k = (k * sizes).to(self.dtype)
             v = self.randn(self.tokens, spec.kv_heads, spec.dim_v)
-            seq.q.append(self.randn(self.tokens, spec.heads, spec.dim_qk, size=self.q_size))
+            q = self.randn(self.tokens, spec.heads, spec.dim_qk, size=self.q_size)
+            seq.q.append(q)
             seq.k.append(k)
             seq.v.append(k[..., : spec.dim_v] if spec.v_in_k else v)
         return seq
@@ -299,17 +319,20 @@ class World:
 
         It shares with the sequence ``like`` their common full blocks at the start.
         """
-        seq = self._random_sequence(self.slots.pop(), ended=ended)
+        slot = self.slots.pop()
+        seq = self._random_sequence(slot, ended=ended)
         shared = 0
         if like is not None:
-            shared = self._share(seq, like, min(past, like.length) // self.block)
+            blocks = min(past, like.length) // self.block
+            shared = self._share(seq, like, blocks)
         for g, free in enumerate(self.free):
             own = [free.pop() for _ in range(shared, self.per_row)]
             self.table[g, seq.slot, shared : self.per_row] = own
         seq.length = past
         start = shared * self.block
         if past > start:
-            meta = make_meta([(seq.slot, past - start, past)], self.table, self.block, self.device)
+            rows = [(seq.slot, past - start, past)]
+            meta = make_meta(rows, self.table, self.block, self.device)
             for layer, k, v in zip(self.layers, seq.k, seq.v, strict=True):
                 self._write(layer, k[start:past], v[start:past], meta)
         return seq
@@ -335,14 +358,20 @@ class World:
         """
         if self.plain:
             dtype = getattr(torch, self.format.dtype)
-            return tuple(x[layer.index][:length].to(dtype).double() for x in (seq.k, seq.v))
-        blocks = torch.tensor(self.table[layer.group, seq.slot, : -(-length // self.block)], device=self.device)
-        return tuple(x[:length].double() for x in self.load(layer, blocks.long()))
+            k = seq.k[layer.index][:length]
+            v = seq.v[layer.index][:length]
+            return k.to(dtype).double(), v.to(dtype).double()
+        used = -(-length // self.block)
+        blocks = torch.tensor(self.table[layer.group, seq.slot, :used], device=self.device)
+        k, v = self.load(layer, blocks.long())
+        return k[:length].double(), v[:length].double()
 
     def load(self, layer: AttnLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return k and v [n * block, kv_heads, dim] of the cache blocks int64 [n], float32 on the CPU."""
         spec = layer.spec
-        k, v = (x.cpu() for x in self.suite.load(self.backend, layer, blocks.to(self.device)))
+        k, v = self.suite.load(self.backend, layer, blocks.to(self.device))
+        k = k.cpu()
+        v = v.cpu()
         return k, (k if spec.v_in_k else v)[..., : spec.dim_v]
 
     @property
@@ -365,10 +394,12 @@ class World:
                 continue
             end = -(-(seq.length + new) // self.block)
             for g, geometry in enumerate(self.geometries):
-                table[g, seq.slot, end:] = self.rng.choice(self.unowned[g], table.shape[2] - end)
+                beyond = table.shape[2] - end
+                table[g, seq.slot, end:] = self.rng.choice(self.unowned[g], beyond)
                 window = geometry[-1]
                 if window is not None:
-                    table[g, seq.slot, : max(seq.length - window + 1, 0) // self.block] = NULL_BLOCK
+                    left = max(seq.length - window + 1, 0) // self.block
+                    table[g, seq.slot, :left] = NULL_BLOCK
         lengths = [(seq.slot, new, seq.length + new) for seq, new in rows]
         ended = [i for i, (seq, _) in enumerate(rows) if not seq.live]
         meta = make_meta(lengths, table, self.block, self.device, ended, ahead)
@@ -379,7 +410,8 @@ class World:
                     own[(own >= first) & (own < end)] = end - 1
             meta.host_sees = np.concatenate(last)
         meta.position = meta.position + self.position_offset
-        keep_tensors(self.kept, meta, None if self.static else ("table",))
+        names = None if self.static else ("table",)
+        keep_tensors(self.kept, meta, names)
         return meta
 
     @torch.inference_mode()
@@ -390,7 +422,10 @@ class World:
         """
         rows = sorted(rows, key=lambda row: row[1] != 1)
         meta = self.meta(rows, ahead)
-        before = {item.name: _copy(getattr(meta, item.name)) for item in fields(meta) if item.name != "work"}
+        before = {}
+        for item in fields(meta):
+            if item.name != "work":
+                before[item.name] = _copy(getattr(meta, item.name))
         self.backend.plan(meta, self.key)
         results = []
         for layer in self.layers:
@@ -402,7 +437,8 @@ class World:
             q = self.backend.write(layer, q, k, v, meta, None)
             assert _same(q_before, q), "write returned another q, although there is no norm and no rotation to apply"
             assert _same(v_before, v), "write changed v, which it must only read"
-            results.append(self._forward(layer, q, meta, rows, lse))
+            result = self._forward(layer, q, meta, rows, lse)
+            results.append(result)
         for name, value in before.items():
             assert _same(value, getattr(meta, name)), f"meta.{name} was changed: it belongs to all layers of the step"
         for seq, new in rows:
@@ -422,20 +458,26 @@ class World:
         """Return q, k and v of a step, on the device; slices of one tensor [T, q | k | v] if ``fused``."""
         parts = []
         for name in "qkv":
-            of_rows = [getattr(seq, name)[layer.index][seq.length : seq.length + new] for seq, new in rows]
+            of_rows = []
+            for seq, new in rows:
+                of_layer = getattr(seq, name)[layer.index]
+                of_rows.append(of_layer[seq.length : seq.length + new])
             parts.append(torch.cat(of_rows))
         if not fused:
             return [x.to(self.device) for x in parts]
-        joined = torch.cat([x.flatten(1) for x in parts], dim=1).to(self.device)
+        flat = [x.flatten(1) for x in parts]
+        joined = torch.cat(flat, dim=1).to(self.device)
         slices = joined.split([x[0].numel() for x in parts], dim=1)
         return [y.view(x.shape) for x, y in zip(parts, slices, strict=True)]
 
     def _forward(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows, lse: bool) -> LayerResult:
         """Run ``forward`` of one layer, and fail if it changes any tensor except its outputs."""
         spec = layer.spec
-        buffers = {"out": self._guarded((len(q), spec.heads, spec.dim_v), self.dtype)}
+        shape = (len(q), spec.heads, spec.dim_v)
+        buffers = {"out": self._guarded(shape, self.dtype)}
         if lse:
-            buffers["lse"] = self._guarded((len(q), spec.heads), torch.float32)
+            shape = (len(q), spec.heads)
+            buffers["lse"] = self._guarded(shape, torch.float32)
         outputs = {name: buffer[GUARD:-GUARD] for name, buffer in buffers.items()}
         q_before = q.clone()
         cache_before = {name: x.clone() for name, x in layer.cache.items()}
@@ -444,9 +486,11 @@ class World:
         for name, x in layer.cache.items():
             assert _same(cache_before[name], x), f"forward changed tensor {name!r} of the cache: only write may"
         for name, buffer in buffers.items():
-            guards = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
+            parts = [buffer[:GUARD], buffer[-GUARD:]]
+            guards = torch.cat(parts)
             assert bool((guards == MARK).all()), f"forward wrote before the first or after the last row of {name}"
-        result = LayerResult(layer, outputs["out"].cpu(), outputs["lse"].cpu() if lse else None)
+        out = outputs["out"].cpu()
+        result = LayerResult(layer, out, outputs["lse"].cpu() if lse else None)
         selected = self.selected(layer, q, meta, rows)
         first = 0
         for i, (seq, new) in enumerate(rows):
@@ -454,7 +498,8 @@ class World:
                 length = seq.length + new
                 queries = q_before[first : first + new].cpu()
                 exact, naive = self.expected(layer, seq, queries, length, selected[i])
-                result.places.append(TokenPlace(i, first, new, length, self.block, str(self.setting)))
+                place = TokenPlace(i, first, new, length, self.block, str(self.setting))
+                result.places.append(place)
                 result.exact.append(exact)
                 result.naive.append(naive)
             first += new
@@ -484,10 +529,12 @@ class World:
     def _spanned(self, layer: AttnLayer, seq: WorldSeq, new: int) -> Tensor:
         """Return the keys that a row with spans sees, bool [q_len, heads, kv_len]."""
         keys = seq.length + new
-        seen, key = visible(new, keys, layer.spec), torch.arange(keys)
+        seen = visible(new, keys, layer.spec)
+        key = torch.arange(keys)
         query = torch.arange(seq.length, keys)[:, None]
         for first, end in self.spans.get(seq.slot, ()):
-            seen |= (query >= first) & (query < end) & (key > query) & (key < end)
+            inside = (query >= first) & (query < end)
+            seen |= inside & (key > query) & (key < end)
         return seen[:, None].expand(-1, layer.spec.heads, -1)
 
     def _spoil_null_block(self, layer: AttnLayer, rows: Rows, k: Tensor, v: Tensor) -> None:
@@ -504,7 +551,8 @@ class World:
 
     def _guarded(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor of NaN that lies between guard rows in memory, so that writes outside of it are noticed."""
-        x = torch.full((shape[0] + 2 * GUARD, *shape[1:]), MARK, dtype=dtype, device=self.device)
+        guarded = (shape[0] + 2 * GUARD, *shape[1:])
+        x = torch.full(guarded, MARK, dtype=dtype, device=self.device)
         x[GUARD:-GUARD] = torch.nan
         return x
 
@@ -516,7 +564,10 @@ class World:
         q [n, heads, dim_qk] has the queries of these tokens.  ``length`` is the number of keys.
         """
         k, v = self.stored(layer, seq, length)
-        sinks = None if layer.sinks is None else layer.sinks.cpu()
+        if layer.sinks is None:
+            sinks = None
+        else:
+            sinks = layer.sinks.cpu()
         exact = attend(q.double(), k, v, layer.spec, sinks, selected)
         naive = attend(q, k.to(q.dtype), v.to(q.dtype), layer.spec, sinks, selected)
         return exact, naive
@@ -524,7 +575,9 @@ class World:
 
 def _copy(x: Any) -> Any:
     """Return a copy of a tensor or an array."""
-    return x.clone() if isinstance(x, Tensor) else np.array(x)
+    if isinstance(x, Tensor):
+        return x.clone()
+    return np.array(x)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -533,4 +586,5 @@ def _same(a: Any, b: Any) -> bool:
         return bool(np.array_equal(a, b))
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    bits = a.contiguous().view(torch.uint8)
+    return torch.equal(bits, b.contiguous().view(torch.uint8))

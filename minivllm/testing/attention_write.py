@@ -40,10 +40,12 @@ class Writing:
             most = room(setting)
             plan = data.draw(lives(setting.block, most))
             world = World(self, setting, len(plan), most, seed=seed)
-            rows = sorted(rows_of(plan, settle(world, plan), 0), key=lambda row: row[1] != 1)
+            rows = rows_of(plan, settle(world, plan), 0)
+            rows = sorted(rows, key=lambda row: row[1] != 1)
             seen.update(seen_in(rows, plan, setting.block))
             for layer in world.layers:
-                self._check_written(world, layer, rows, data.draw(st.booleans()))
+                fused = data.draw(st.booleans())
+                self._check_written(world, layer, rows, fused)
 
         seen.require(decode=15, prompt=4, chunk=8, border=8, padded=3)
 
@@ -60,7 +62,8 @@ class Writing:
         loaded = world.load(layer, torch.arange(world.blocks))
         for i, name in enumerate("kv"):
             stored = loaded[i][slots[own]]
-            _assert_slots(name, stored, expected[i][own], original[i].cpu()[own], slots[own], world)
+            source = original[i].cpu()[own]
+            _assert_slots(name, stored, expected[i][own], source, slots[own], world)
 
     @since(1, 0)
     def test_write_normalises_and_rotates(self) -> None:
@@ -97,8 +100,11 @@ class Writing:
         (spec,) = setting.specs
         (layer,) = world.layers
         rows = [(world.add(50), 1), (world.add(7), 1), (world.add(2), 9)]
-        weights = [world.randn(spec.dim_qk).to(world.device) if name in norms else None for name in "qk"]
-        pre = QKPre(*_rotary_tables(60 + offset, rotary, world.device), *weights, eps=1e-3)
+        weights = []
+        for name in "qk":
+            weights.append(world.randn(spec.dim_qk).to(world.device) if name in norms else None)
+        tables = _rotary_tables(60 + offset, rotary, world.device)
+        pre = QKPre(*tables, *weights, eps=1e-3)
         meta = world.meta(rows)
         inputs = world.inputs(layer, rows, fused)
         q, k, v = (x.cpu().clone() for x in inputs)
@@ -114,12 +120,17 @@ class Writing:
         position = meta.position.cpu()
         unit = torch.finfo(world.dtype).eps / 2
         exact = rotated(q.double(), q_norm, pre, position)
-        check("q", returned.cpu(), exact, rotated(q, q_norm, pre, position), 1e-5, unit, place)
-        stored_k, stored_v = (x[slots] for x in world.load(layer, torch.arange(world.blocks)))
-        naive_k, naive_v = round_trip(world, layer, rotated(k, k_norm, pre, position), v)
+        naive_q = rotated(q, q_norm, pre, position)
+        check("q", returned.cpu(), exact, naive_q, 1e-5, unit, place)
+        stored_k, stored_v = world.load(layer, torch.arange(world.blocks))
+        stored_k = stored_k[slots]
+        stored_v = stored_v[slots]
+        naive_rotated = rotated(k, k_norm, pre, position)
+        naive_k, naive_v = round_trip(world, layer, naive_rotated, v)
         if world.plain:
             unit += torch.finfo(getattr(torch, world.format.dtype)).eps / 2
-        check("stored k", stored_k, rotated(k.double(), k_norm, pre, position), naive_k, 1e-5, unit, place)
+        exact_k = rotated(k.double(), k_norm, pre, position)
+        check("stored k", stored_k, exact_k, naive_k, 1e-5, unit, place)
         if not spec.v_in_k:
             _assert_slots("v", stored_v, naive_v, v, slots, world)
 
@@ -129,7 +140,8 @@ def _rotary_tables(rows: int, dim: int, device: str) -> tuple[Tensor | None, Ten
     if not dim:
         return None, None
     frequencies = 100.0 ** -(torch.arange(0, dim, 2) / dim)
-    angles = torch.outer(torch.arange(float(rows)), frequencies).repeat(1, 2)
+    angles = torch.outer(torch.arange(float(rows)), frequencies)
+    angles = angles.repeat(1, 2)
     return angles.cos().to(device), angles.sin().to(device)
 
 
@@ -143,19 +155,24 @@ def _only(world: World, layer: AttnLayer, slots: Tensor) -> Iterator[None]:
     before = [x.clone() for x in world.load(layer, blocks)]
     cache_before = {name: x.clone() for name, x in layer.cache.items()}
     yield
-    others = torch.ones(world.blocks * world.block, dtype=torch.bool).index_fill_(0, slots, False)
+    others = torch.ones(world.blocks * world.block, dtype=torch.bool)
+    others = others.index_fill_(0, slots, False)
     others[: world.block] = False
     for name, after, old in zip("kv", world.load(layer, blocks), before, strict=True):
         changed = (after != old).flatten(1).any(1) & others
-        places = [divmod(int(slot), world.block) for slot in changed.nonzero()[:4]]
+        places = []
+        for slot in changed.nonzero()[:4]:
+            places.append(divmod(int(slot), world.block))
         assert not places, (
             f"write changed {name} of slots that were not named, (block, offset) {places}; {world.setting}"
         )
-    rest = torch.ones(world.blocks, dtype=torch.bool).index_fill_(0, slots // world.block, False)
+    rest = torch.ones(world.blocks, dtype=torch.bool)
+    rest = rest.index_fill_(0, slots // world.block, False)
     rest[NULL_BLOCK] = False
     rest = rest.to(world.device)
     for name, x in layer.cache.items():
-        same = torch.equal(x[rest].view(torch.uint8), cache_before[name][rest].view(torch.uint8))
+        bits = x[rest].view(torch.uint8)
+        same = torch.equal(bits, cache_before[name][rest].view(torch.uint8))
         assert same, f"write changed tensor {name!r} of blocks that have no named slot; {world.setting}"
 
 
@@ -169,8 +186,10 @@ def round_trip(world: World, layer: AttnLayer, k: Tensor, v: Tensor) -> tuple[Te
     n = len(k)
     blocks = -(-n // world.block)
     cache = allocate(world.format.layout(spec, world.block), blocks, device)
-    world.format.store(cache, k.to(device), v.to(device), torch.arange(n, device=device))
-    loaded = world.format.load(cache, torch.arange(blocks, device=device), torch.float32)
+    every = torch.arange(n, device=device)
+    world.format.store(cache, k.to(device), v.to(device), every)
+    every_block = torch.arange(blocks, device=device)
+    loaded = world.format.load(cache, every_block, torch.float32)
     k, v = (x[:n].cpu() for x in loaded)
     return k, (k if spec.v_in_k else v)[..., : spec.dim_v]
 
@@ -181,7 +200,10 @@ def _assert_slots(name: str, stored: Tensor, expected: Tensor, original: Tensor,
     A KV format that does more than cast may differ by the error of ``expected``.  ``slots`` (int64 [T]) is for
     messages.
     """
-    allowed = torch.zeros_like(expected) if world.plain else (expected - original.float()).abs() + 1e-6
+    if world.plain:
+        allowed = torch.zeros_like(expected)
+    else:
+        allowed = (expected - original.float()).abs() + 1e-6
     wrong = ((stored - expected).abs() > allowed).nonzero()
     if len(wrong):
         token, head, i = wrong[0].tolist()

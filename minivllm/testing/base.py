@@ -34,8 +34,10 @@ from minivllm.registry import Candidate, Catalog, Entry, Registry, build_part, c
 from .claims import claimed
 
 PROFILE = "MINIVLLM_TEST_PROFILE"  # fast | long
-SEED = "MINIVLLM_TEST_SEED"  # when unset, every run draws the same examples
-SHRINK = "MINIVLLM_TEST_SHRINK"  # when "0", hypothesis does not simplify an example that fails
+# name of a variable with the seed of the examples; when it is unset, every run draws the same ones
+SEED = "MINIVLLM_TEST_SEED"
+# name of a variable; with the value "0", hypothesis does not simplify an example that fails
+SHRINK = "MINIVLLM_TEST_SHRINK"
 # tests that also run, and fail, for a plug-in that cannot be used at all; all other tests are skipped for it
 REPORTING = ("test_the_spec_names_an_implementation_of_the_seam", "test_known_failures_name_tests_of_this_suite")
 # BUILDING is the test that fails if the constructor of the plug-in raises.  CHECKING is the test of the function
@@ -80,7 +82,10 @@ class Subject:
     def part(self, values: Mapping[str, Any]) -> Part:
         """Return the plug-in and its option ``values`` as plain data, in the form that is sent to a worker process."""
         options = self.registry.options(self.candidate, values)
-        plain = {} if options is None else options.model_dump(mode="json")
+        if options is None:
+            plain = {}
+        else:
+            plain = options.model_dump(mode="json")
         features = tuple(sorted(self.spec.features))
         return Part(self.entry.label, self.spec.impl, plain, self.spec.options, features, self.spec.plain_traits)
 
@@ -94,11 +99,12 @@ def find(kind: str, plugin: str) -> Subject:
     if not isinstance(plugin, str):
         target = f", here '{plugin.__module__}:{plugin.__qualname__}'" if isinstance(plugin, type) else ""
         raise PluginError(f"plugin={shown(plugin)}: expected a name, dist/name or module:Class{target}")
-    catalog = Catalog.discover(allow_targets=[plugin.partition(":")[0]] if ":" in plugin else ())
+    allow_targets = [plugin.partition(":")[0]] if ":" in plugin else ()
+    catalog = Catalog.discover(allow_targets=allow_targets)
     registry = catalog[kind]
     entry = registry.find(plugin)
     spec = registry.spec(entry)
-    with contextlib.suppress(PluginError):  # a test of the spec reports this error
+    with contextlib.suppress(PluginError):  # a spec that cannot be imported is reported by a test of its own
         declared_params.choose(kind, Candidate(entry, spec), is_own)
     return Subject(KINDS[kind], entry, spec, registry)
 
@@ -121,7 +127,10 @@ class Seen(Counter):
 
     def require(self, **least: int) -> None:
         """Fail unless each named case was counted at least the given number of times."""
-        weak = {name: self[name] for name, minimum in least.items() if self[name] < minimum}
+        weak = {}
+        for name, minimum in least.items():
+            if self[name] < minimum:
+                weak[name] = self[name]
         required = {name: least[name] for name in weak}
         assert not weak, f"the test itself is too weak: met {weak}, expected at least {required}"
 
@@ -198,7 +207,10 @@ class Conformance:
             return self.device
         import torch
 
-        devices = self.values("device", "cpu", "cuda") if "device" in self.subject.kind.facts else ["cpu"]
+        if "device" in self.subject.kind.facts:
+            devices = self.values("device", "cpu", "cuda")
+        else:
+            devices = ["cpu"]
         available = [device for device in devices if device == "cpu" or torch.cuda.is_available()]
         if not available:
             pytest.skip(f"no device here: the plug-in claims {', '.join(devices) or 'none'}")
@@ -253,7 +265,8 @@ class Conformance:
         test = request.function
         name = request.node.name
         if name not in REPORTING:
-            self._skip_unless_usable(name, getattr(test, "since", (1, 0)))
+            needed = getattr(test, "since", (1, 0))
+            self._skip_unless_usable(name, needed)
         absent = [needs.missing() for needs in self.spec.needs]
         missing = [str(reason) for reason in absent if reason is not None]
         if missing and not getattr(test, "spec_only", False):
@@ -309,5 +322,8 @@ class Conformance:
     @since(1, 0)
     def test_known_failures_name_tests_of_this_suite(self) -> None:
         """Check that each name in ``known_failures`` is a test of the suite, so that a renamed test is noticed."""
-        wrong = [name for name in self.known_failures if not hasattr(self, name.partition("[")[0])]
+        wrong = []
+        for name in self.known_failures:
+            if not hasattr(self, name.partition("[")[0]):
+                wrong.append(name)
         assert not wrong, f"known_failures names {wrong}: this suite has no such test"

@@ -38,10 +38,13 @@ def power(shift: float, df: int, alpha: float = ALPHA) -> float:
     The noncentral chi-square distribution is a Poisson mixture of central distributions.
     """
     x = critical(df, alpha)
-    terms = int(shift / 2 + 12 * math.sqrt(shift / 2 + 1) + 20)
+    mean = shift / 2
+    terms = int(mean + 12 * math.sqrt(mean + 1) + 20)
     j = torch.arange(terms, dtype=torch.float64)
-    log_weight = j * math.log(shift / 2) - shift / 2 - torch.lgamma(j + 1)
-    exceeds = torch.special.gammaincc(df / 2 + j, torch.full_like(j, x / 2))
+    factorial = torch.lgamma(j + 1)
+    log_weight = j * math.log(shift / 2) - shift / 2 - factorial
+    halves = torch.full_like(j, x / 2)
+    exceeds = torch.special.gammaincc(df / 2 + j, halves)
     return float((log_weight.exp() * exceeds).sum())
 
 
@@ -92,16 +95,21 @@ def check_draws(tokens: Tensor, probs: Tensor, what: str, alpha: float = ALPHA) 
     """
     n = len(tokens)
     tokens = tokens.cpu()
-    lost = int(((tokens < 0) | (tokens >= len(probs))).sum())
+    outside = (tokens < 0) | (tokens >= len(probs))
+    lost = int(outside.sum())
     assert not lost, f"{what}: {lost} of {n} tokens are outside 0 to {len(probs) - 1}, such as {tokens.min()}"
     count = torch.bincount(tokens, minlength=len(probs)).double()
-    never = ((count > 0) & (probs == 0)).nonzero().flatten().tolist()
+    impossible = (count > 0) & (probs == 0)
+    never = impossible.nonzero().flatten().tolist()
     if never:
         shown = {token: int(count[token]) for token in never[:6]}
         pytest.fail(f"{what}: drew tokens of probability 0: {shown} (token: times of {n})", pytrace=False)
-    away = ((count == 0) & (probs * n >= MUST_COME)).nonzero().flatten().tolist()
+    missing = (count == 0) & (probs * n >= MUST_COME)
+    away = missing.nonzero().flatten().tolist()
     if away:
-        shown = {token: round(float(probs[token]), 6) for token in away[:6]}
+        shown = {}
+        for token in away[:6]:
+            shown[token] = round(float(probs[token]), 6)
         pytest.fail(f"{what}: never drew {shown} (token: its probability) in {n} draws", pytrace=False)
     _check_statistic(count, probs, n, what, alpha)
 
@@ -118,7 +126,8 @@ def _check_statistic(count: Tensor, probs: Tensor, n: int, what: str, alpha: flo
     p_value = survival(statistic, k - 1)
     if p_value >= alpha:
         return
-    worst = int(((count - expected) ** 2 / expected.clamp_min(5)).argmax())
+    errors = (count - expected) ** 2 / expected.clamp_min(5)
+    worst = int(errors.argmax())
     pytest.fail(
         f"{what}: {n} draws have chi-square {statistic:.1f} with {k - 1} degrees of freedom, p = {p_value:.1g} < "
         f"{alpha:g}; worst is token {worst}: drawn {int(count[worst])} times, expected {float(expected[worst]):.1f}",

@@ -31,7 +31,9 @@ def inside(limit: Any, usual: Any) -> Any:
         return min(limit, key=str)
     if isinstance(limit, MultipleOf):
         return limit.step
-    return limit.most if isinstance(limit, AtMost) else limit.least
+    if isinstance(limit, AtMost):
+        return limit.most
+    return limit.least
 
 
 def outside(limit: Any) -> list[Any]:
@@ -43,7 +45,9 @@ def outside(limit: Any) -> list[Any]:
         return _outside_set(limit)
     if isinstance(limit, MultipleOf):
         values = [0, -limit.step]
-        return [*values, limit.step + 1] if limit.step > 1 else values
+        if limit.step > 1:
+            return [*values, limit.step + 1]
+        return values
     values = []
     if isinstance(limit, (AtLeast, Range)):
         values.append(_beyond(limit.least, -1))
@@ -63,7 +67,9 @@ def _outside_set(limit: Set[Any]) -> list[Any]:
 
 def _beyond(edge: float, direction: int) -> float:
     """Return the number next to ``edge``, above it for direction 1 and below it for -1."""
-    return edge + direction if isinstance(edge, int) else math.nextafter(edge, direction * math.inf)
+    if isinstance(edge, int):
+        return edge + direction
+    return math.nextafter(edge, direction * math.inf)
 
 
 def claimed(spec: Spec, fact: str, candidates: Iterable[Any]) -> list[Any]:

@@ -153,7 +153,10 @@ def _plugins(args: argparse.Namespace) -> list[tuple[str, str]]:
         return [(seam, plugin) for seam, plugin in builtins() if args.seam in (None, seam)]
     found = []
     for name in args.plugin:
-        seams = [args.seam] if args.seam else seams_of(name)
+        if args.seam:
+            seams = [args.seam]
+        else:
+            seams = seams_of(name)
         if not seams:
             raise PluginError(f"no plug-in of any seam is called {name!r}; `minivllm plugins` lists what is installed")
         if len(seams) > 1:
@@ -223,8 +226,10 @@ def _count(outcomes: Sequence[Outcome]) -> str:
     """Return how many tests have each status, and how many were skipped for each reason."""
     counts = Counter(outcome.status for outcome in outcomes)
     words = {"passed": "passed", "failed": "FAILED", "xfailed": "known failures", "skipped": "skipped"}
-    reasons = Counter(outcome.text.partition(": ")[0] for outcome in outcomes if outcome.status == "skipped")
-    text = ", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status])
+    not_run = [outcome for outcome in outcomes if outcome.status == "skipped"]
+    reasons = Counter(outcome.text.partition(": ")[0] for outcome in not_run)
+    parts = (f"{counts[status]} {word}" for status, word in words.items() if counts[status])
+    text = ", ".join(parts)
     if not reasons:
         return text
     skipped = ", ".join(f"{reason} {n}" for reason, n in reasons.items())
@@ -249,4 +254,5 @@ def _write(args: argparse.Namespace, outcomes: Sequence[Outcome], verdicts: Mapp
         "outcomes": [asdict(o) for o in outcomes],
         "verdicts": {f"{seam} {plugin}": found for (seam, plugin), found in verdicts.items()},
     }
-    Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    content = json.dumps(report, indent=1) + "\n"
+    Path(args.json).write_text(content, encoding="utf-8")

@@ -43,7 +43,10 @@ def stored_tokens(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    queries = normal(min(window, n), heads, DIM) if window else None
+    if window:
+        queries = normal(min(window, n), heads, DIM)
+    else:
+        queries = None
     fields: dict[str, Any] = {
         "layer": 0,
         "keys": normal(n, kv_heads, DIM),
@@ -56,7 +59,8 @@ def stored_tokens(
     }
     if sums:
         prompt = n - n // 4
-        attending = (prompt - torch.arange(n)).clamp(min=0).float().expand(kv_heads, n).clone()
+        later = (prompt - torch.arange(n)).clamp(min=0)
+        attending = later.float().expand(kv_heads, n).clone()
         fields |= {"attention_sums": normal(kv_heads, n).abs() * attending, "sum_queries": attending}
     return StoredTokens(**{**fields, **changes})
 
@@ -85,7 +89,8 @@ class CompressorConformance(Lasting, SpecConformance):
 
     def exercise(self, instance: Compressor) -> Any:
         """Return the scores of 40 random tokens, as lists."""
-        return instance.score(stored_tokens(40, 4, 2, instance.window, sums=instance.attention_sums)).tolist()
+        stored = stored_tokens(40, 4, 2, instance.window, sums=instance.attention_sums)
+        return instance.score(stored).tolist()
 
     def once_more(self, instance: Compressor, number: int) -> None:
         """Score other tokens."""
@@ -94,7 +99,9 @@ class CompressorConformance(Lasting, SpecConformance):
 
     def cases(self, instance: Compressor) -> list[StoredTokens]:
         """Return random stored tokens of many sizes, with the inputs that the compressor declares."""
-        sizes, window, sums = itertools.product(SIZES, HEADS), instance.window, instance.attention_sums
+        sizes = itertools.product(SIZES, HEADS)
+        window = instance.window
+        sums = instance.attention_sums
         return [stored_tokens(n, heads, kv_heads, window, sums=sums) for n, (heads, kv_heads) in sizes]
 
     @since(1, 0)
@@ -129,7 +136,8 @@ class CompressorConformance(Lasting, SpecConformance):
         assert all(type(flag) is bool for flag in flags), "attention_sums, joins_layers and rerotates are True or False"
         made.score(self.cases(made)[-1])
         assert declared(made) == before, "score changed what the compressor declares; the engine reads it at the start"
-        assert declared(self.build(*self.context())) == before, "another instance declares other inputs"
+        found = declared(self.build(*self.context()))
+        assert found == before, "another instance declares other inputs"
 
     @since(1, 0)
     def test_one_query_is_enough(self) -> None:
@@ -137,7 +145,8 @@ class CompressorConformance(Lasting, SpecConformance):
         made = self.build(*self.context())
         if not made.window:
             pytest.skip("the compressor reads no queries")
-        scores = made.score(stored_tokens(30, 4, 2, 1, sums=made.attention_sums))
+        stored = stored_tokens(30, 4, 2, 1, sums=made.attention_sums)
+        scores = made.score(stored)
         assert not scores.isnan().any(), "a score is NaN"
 
     @since(1, 2)
@@ -146,8 +155,12 @@ class CompressorConformance(Lasting, SpecConformance):
         made = self.build(*self.context())
         for stored in self.cases(made):
             unread = {name for name in ("keys", "values") if name not in made.loads}
-            zeros: dict[str, Any] = {name: torch.zeros(()).expand(getattr(stored, name).shape) for name in unread}
-            same = torch.equal(made.score(stored), made.score(replace(stored, **zeros)))
+            zeros: dict[str, Any] = {}
+            for name in unread:
+                shape = getattr(stored, name).shape
+                zeros[name] = torch.zeros(()).expand(shape)
+            without = made.score(replace(stored, **zeros))
+            same = torch.equal(made.score(stored), without)
             assert same, f"scores depend on {' and '.join(sorted(unread))}: add them to `loads`"
 
     @since(1, 2)
@@ -157,10 +170,9 @@ class CompressorConformance(Lasting, SpecConformance):
         if not made.joins_layers:
             pytest.skip("the compressor scores one layer at a time")
         for n, (heads, kv_heads) in itertools.product(SIZES, HEADS):
-            layers = [
-                stored_tokens(n, heads, kv_heads, made.window, seed, made.attention_sums, layer=seed)
-                for seed in range(3)
-            ]
+            layers = []
+            for seed in range(3):
+                layers.append(stored_tokens(n, heads, kv_heads, made.window, seed, made.attention_sums, layer=seed))
             scores = made.score(joined(layers))
             shape = tuple(scores.shape)
             assert shape in ((n,), (3 * kv_heads, n)), f"scores are {shape}: expected ({3 * kv_heads}, {n}) or ({n},)"
@@ -173,7 +185,8 @@ class CompressorConformance(Lasting, SpecConformance):
     @since(1, 0)
     def test_scores_depend_on_the_arguments_alone(self) -> None:
         """Check that equal arguments give equal scores, also from another instance and after other calls."""
-        made, other = self.build(*self.context()), self.build(*self.context())
+        made = self.build(*self.context())
+        other = self.build(*self.context())
         for stored in self.cases(made):
             first = made.score(stored)
             torch.manual_seed(1)

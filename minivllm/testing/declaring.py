@@ -65,10 +65,14 @@ class Declaring(SpecConformance):
         if not self.spec.params:
             pytest.skip("it declares no parameters of its own")
         names: set[str] = set()
-        declared = [SamplingParams(extra={p.name: value}) for p in self.spec.params for value in values_of_own(p)]
+        declared = []
+        for param in self.spec.params:
+            for value in values_of_own(param):
+                declared.append(SamplingParams(extra={param.name: value}))
         for params in (*requests, *declared):
             noted = Noted(params.extra)
-            with contextlib.suppress(RequestError):  # the value may be valid only together with other parameters
+            # a value may be refused here because it is valid only together with other parameters
+            with contextlib.suppress(RequestError):
                 look(replace(params, extra=noted))
             names |= noted.names
         missed = sorted(self.spec.reads - names)
@@ -100,14 +104,22 @@ class DeclaringOnRows(Declaring):
     def test_it_looks_for_every_parameter_that_it_declares(self) -> None:
         """Check that the plug-in reads each parameter that its spec declares, rather than ignore it."""
         instance = self.make(self.vocab)
-        requests = [SamplingParams.make(**values) for values in ({}, *self.params(self.vocab))]
+        requests = []
+        for values in ({}, *self.params(self.vocab)):
+            requests.append(SamplingParams.make(**values))
         self.check_looked_for(requests, lambda params: self.bound(instance, params))
 
 
 def values_of_own(param: Param) -> Iterator[Any]:
     """Yield some values that the declaration of a parameter allows, except its default."""
-    low = param.gt if param.ge is None else param.ge
-    high = param.lt if param.le is None else param.le
+    if param.ge is None:
+        low = param.gt
+    else:
+        low = param.ge
+    if param.le is None:
+        high = param.lt
+    else:
+        high = param.le
     numbers = [x for x in (low, high) if x is not None]
     if low is not None and high is not None:
         numbers.append((low + high) / 2)

@@ -49,23 +49,29 @@ class FakeModel(DraftModel):
             self.drawn = 0
         last = ask.rows.position - 1 + j
         history = ask.rows.tokens[ask.rows.slots].long()
-        newest, previous = (history.gather(1, (last - back).clamp(min=0)[:, None])[:, 0] for back in (0, 1))
+        newest = history.gather(1, last.clamp(min=0)[:, None])
+        newest = newest[:, 0]
+        previous = history.gather(1, (last - 1).clamp(min=0)[:, None])[:, 0]
         likely = (newest * 7 + previous * 3 + 1) % VOCAB
-        return (likely[:, None] == torch.arange(VOCAB, device=likely.device)).float()
+        every_token = torch.arange(VOCAB, device=likely.device)
+        return (likely[:, None] == every_token).float()
 
     def draw(self, ask: Ask, logits: Tensor, j: int) -> Tensor:
         assert j == self.drawn, f"draft {j} was drawn after {self.drawn} drafts"
         self.drawn = j + 1
         tokens = logits.argmax(dim=1)
-        ask.rows.tokens[ask.rows.slots, ask.rows.position + j] = tokens.int()
+        position = ask.rows.position + j
+        ask.rows.tokens[ask.rows.slots, position] = tokens.int()
         return tokens
 
 
 @st.composite
 def histories(draw: Any) -> list[list[int]]:
     """Draw the known tokens of 1 to 5 rows, often from few different tokens, so that they repeat."""
-    token = st.integers(0, draw(st.sampled_from([1, 3, VOCAB - 1])))
-    return draw(st.lists(st.lists(token, min_size=1, max_size=40), min_size=1, max_size=5))
+    largest = draw(st.sampled_from([1, 3, VOCAB - 1]))
+    token = st.integers(0, largest)
+    ask = st.lists(st.lists(token, min_size=1, max_size=40), min_size=1, max_size=5)
+    return draw(ask)
 
 
 class DrafterConformance(Lasting, SpecConformance):
@@ -94,8 +100,12 @@ class DrafterConformance(Lasting, SpecConformance):
         """Propose drafts for new random rows."""
         rng = np.random.default_rng(number)
         if self.claims("host_tokens"):
-            instance.learn(number % 3, rng.integers(0, VOCAB, 400).astype(np.int32), 9)
-        self.drafts(instance, [rng.integers(0, VOCAB, n).tolist() for n in (3, 9 + number % 40, 17)], 3)
+            learned = rng.integers(0, VOCAB, 400).astype(np.int32)
+            instance.learn(number % 3, learned, 9)
+        rows = []
+        for n in (3, 9 + number % 40, 17):
+            rows.append(rng.integers(0, VOCAB, n).tolist())
+        self.drafts(instance, rows, 3)
 
     def ask(
         self,
@@ -131,7 +141,8 @@ class DrafterConformance(Lasting, SpecConformance):
         history = [np.array(row, np.int32) for row in rows]
         for row in history:
             row.flags.writeable = False
-        return Ask(on_device, k, numbers, known, history, np.full(len(rows), owner))
+        owners = np.full(len(rows), owner)
+        return Ask(on_device, k, numbers, known, history, owners)
 
     def drafts(self, instance: Drafter, rows: Sequence[Sequence[int]], k: int, **options: Any) -> list[list[int]]:
         """Return the drafts that a drafter proposes for each row of known tokens, after a check of their form.
@@ -147,7 +158,9 @@ class DrafterConformance(Lasting, SpecConformance):
             assert x.device == device, f"{name} is on {x.device}: expected {device}, the device of the rows"
         counts = count.tolist()
         assert all(0 <= n <= k for n in counts), f"count={counts} of k={k}: expected 0 to k"
-        drafts = [row[:n] for row, n in zip(tokens.tolist(), counts, strict=True)]
+        drafts = []
+        for row, n in zip(tokens.tolist(), counts, strict=True):
+            drafts.append(row[:n])
         wrong = [token for row in drafts for token in row if not 0 <= token < VOCAB]
         assert not wrong, f"drafts {wrong[:8]} are no tokens: expected 0 to {VOCAB - 1}"
         return drafts
@@ -193,11 +206,15 @@ class DrafterConformance(Lasting, SpecConformance):
         The drafts of a row are the same as without other rows, and depend on its tokens only.
         """
         rng = np.random.default_rng(6)
-        lengths = [MAX_LEN - 1, MAX_LEN - 2, 64, 65, *rng.integers(1, MAX_LEN, MANY - 4).tolist()]
+        random_lengths = rng.integers(1, MAX_LEN, MANY - 4).tolist()
+        lengths = [MAX_LEN - 1, MAX_LEN - 2, 64, 65, *random_lengths]
         rows = [rng.integers(0, 3, n).tolist() for n in lengths]
         instance = self.build(*self.context())
         for k in (1, 10, 24):
-            fitting = [row for row in rows if len(row) + k <= MAX_LEN] if self.has_model() else rows
+            if self.has_model():
+                fitting = [row for row in rows if len(row) + k <= MAX_LEN]
+            else:
+                fitting = rows
             together = self.drafts(instance, fitting, k)
             other = self.drafts(instance, fitting, k, stale=1)
             for i, row in enumerate(fitting):
@@ -218,7 +235,10 @@ class DrafterConformance(Lasting, SpecConformance):
 
         @self.for_all(60, histories(), st.sampled_from([1, 4]))
         def stale(rows: list[list[int]], k: int) -> None:
-            found = [self.drafts(self.build(*self.context()), rows, k, stale=token) for token in (STALE, rows[0][-1])]
+            found = []
+            for token in (STALE, rows[0][-1]):
+                drafter = self.build(*self.context())
+                found.append(self.drafts(drafter, rows, k, stale=token))
             assert found[0] == found[1], (
                 f"{rows} get the drafts {found[0]} or {found[1]}, depending on the tokens after the known ones"
             )
@@ -233,7 +253,9 @@ class DrafterConformance(Lasting, SpecConformance):
         @self.for_all(30, histories(), st.sampled_from([1, 4]))
         def unwritten(rows: list[list[int]], k: int) -> None:
             ask = self.ask(rows, k)
-            before = {name: getattr(ask.rows, name).clone() for name in ("slots", "position", "tokens", "prompt")}
+            before = {}
+            for name in ("slots", "position", "tokens", "prompt"):
+                before[name] = getattr(ask.rows, name).clone()
             slots = ask.slots.copy()
             known = ask.known.copy()
             self.build(*self.context()).propose(ask)
@@ -269,10 +291,12 @@ class DrafterConformance(Lasting, SpecConformance):
 
         @self.for_all(30, histories(), histories())
         def separate(rows: list[list[int]], texts: list[list[int]]) -> None:
-            expected = self.drafts(self.build(*self.context()), rows, 4, owner=7)
+            drafter = self.build(*self.context())
+            expected = self.drafts(drafter, rows, 4, owner=7)
             instance = self.build(*self.context())
             for i, text in enumerate([*texts, *rows]):
-                instance.learn(-i, np.array(text + text, np.int32), len(text) // 2)
+                twice = np.array(text + text, np.int32)
+                instance.learn(-i, twice, len(text) // 2)
             found = self.drafts(instance, rows, 4, owner=7)
             assert found == expected, f"{rows} of owner 7 get {found} after tokens of other owners; expected {expected}"
 
@@ -317,8 +341,12 @@ class DrafterConformance(Lasting, SpecConformance):
             path, _, _ = tiny_dir(Path(folder) / "model", eos_token_id=60)
             options = dict(self.options)
             if self.claims("draft_model"):
-                options["model"] = str(tiny_dir(Path(folder) / "draft", num_hidden_layers=1)[0])
-            drafter = {"name": self.plugin, "options": options} if drafts else "none"
+                draft_path, *_ = tiny_dir(Path(folder) / "draft", num_hidden_layers=1)
+                options["model"] = str(draft_path)
+            if drafts:
+                drafter = {"name": self.plugin, "options": options}
+            else:
+                drafter = "none"
             choices = dict(
                 model=str(path),
                 device="cpu",
@@ -341,7 +369,8 @@ class DrafterConformance(Lasting, SpecConformance):
                     raise
                 pytest.skip("its head has files of its own, which fit one model only")
             with llm:
-                results = llm.generate(list(prompts), [SamplingParams(**p) for p in params], use_tqdm=False)
+                sampling = [SamplingParams(**p) for p in params]
+                results = llm.generate(list(prompts), sampling, use_tqdm=False)
             errors = [result.error for result in results]
             assert not any(errors), errors
             return [[output.token_ids for output in result.outputs] for result in results]

@@ -66,7 +66,8 @@ def greedy(prompt: Sequence[int], n: int, seed: int = 0) -> list[int]:
     """Return the n most likely tokens after a prompt, one after another, computed by transformers."""
     tokens = list(prompt)
     for _ in range(n):
-        tokens.append(int(logits_after(tuple(tokens), seed).argmax()))
+        token = int(logits_after(tuple(tokens), seed).argmax())
+        tokens.append(token)
     return tokens[len(prompt) :]
 
 
@@ -77,7 +78,8 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 def int32(values: Iterable[Any], *shape: int) -> np.ndarray:
     """Return values as an int32 array of a shape, which is one-dimensional if none is given."""
-    return np.array(list(values), np.int32).reshape(*shape or (-1,))
+    array = np.array(list(values), np.int32)
+    return array.reshape(*shape or (-1,))
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ class Driver:
         self.computed = np.zeros(SLOTS, np.int32)  # number of tokens in each slot whose keys are in the cache
         self.end = np.zeros(SLOTS, np.int32)  # largest length of the sequence in each slot
         self.steps = 0
-        self.steered: dict[int, list[int]] = {}  # slot -> indices of the tap points at which a vector is added
+        # slot -> indices of the tap points at which a vector is added to the row
+        self.steered: dict[int, list[int]] = {}
         self._start_delta()
 
     def _start_delta(self) -> None:
@@ -157,13 +160,15 @@ class Driver:
         if tally:
             extra["tally"] = True
         params = SamplingParams(temperature=0, extra=extra)
-        self._joins.append(Joining(slot, list(prompt), out, stop, params, list(drawn), saved, add))
+        joining = Joining(slot, list(prompt), out, stop, params, list(drawn), saved, add)
+        self._joins.append(joining)
         self.steered[slot] = [self.point(name) for name in add]
         self.known[slot] = len(prompt) + len(drawn)
         self.computed[slot] = 0
         self.end[slot] = len(prompt) + out
         needed = -(-(len(prompt) + out) // BLOCK)
-        self.give(slot, range(needed if blocks is None else blocks), pile)
+        indices = range(needed if blocks is None else blocks)
+        self.give(slot, indices, pile)
 
     def point(self, name: str) -> int:
         """Return the index of a tap point of the model in ``Capacity.taps``."""
@@ -171,7 +176,8 @@ class Driver:
 
     def block(self, group: int, pile: int, i: int) -> int:
         """Return the number of the i-th block of a pile in a KV group."""
-        return self.capacity.blocks[group] - 1 - pile * -(-MAX_LEN // BLOCK) - i
+        size = -(-MAX_LEN // BLOCK)
+        return self.capacity.blocks[group] - 1 - pile * size - i
 
     def give(self, slot: int, indices: Sequence[int], pile: int | None = None) -> None:
         """Set entries of a slot's block table to blocks of a pile, in all KV groups.
@@ -186,7 +192,8 @@ class Driver:
     def copy(self, source: int, to: int, blocks: int) -> None:
         """Make the next plan copy the first ``blocks`` blocks of pile ``source`` to pile ``to``."""
         for group in range(len(self.capacity.blocks)):
-            self._copy += [(group, self.block(group, source, i), self.block(group, to, i)) for i in range(blocks)]
+            for i in range(blocks):
+                self._copy.append((group, self.block(group, source, i), self.block(group, to, i)))
 
     def fork(self, source: int, slot: int, sample: int) -> None:
         """Make the next plan start a branch of the sequence in slot ``source`` in another slot, with copied blocks.
@@ -197,8 +204,10 @@ class Driver:
         for column in (self.known, self.computed, self.end):
             column[slot] = column[source]
         self.steered[slot] = self.steered[source]
-        self.give(slot, range(-(-int(self.end[slot]) // BLOCK)))
-        self.copy(source, slot, -(-int(self.computed[source]) // BLOCK))
+        indices = range(-(-int(self.end[slot]) // BLOCK))
+        self.give(slot, indices)
+        computed = -(-int(self.computed[source]) // BLOCK)
+        self.copy(source, slot, computed)
 
     def keep(self, slot: int, seq: int) -> None:
         """Make the next plan save the kept processor columns of a slot, for a later join with ``saved=seq``."""
@@ -279,10 +288,15 @@ class Driver:
 
         ``in_step`` has the slots of the step's rows.  The other arguments are those of ``plan``.
         """
-        read = sorted((self.point(name), in_step.index(slot), first) for name, slot, first in taps)
+        read = []
+        for name, slot, first in taps:
+            read.append((self.point(name), in_step.index(slot), first))
+        read.sort()
         steered = {point for slot in in_step for point in self.steered.get(slot, ())}
         sums = [(in_step.index(slot), first, count) for slot, first, count in pooled]
-        return {"taps": int32(read, -1, 3), "steered": int32(sorted(steered)), "pooled": int32(sums, -1, 3)}
+        columns = {"taps": int32(read, -1, 3), "steered": int32(sorted(steered))}
+        columns["pooled"] = int32(sums, -1, 3)
+        return columns
 
     def drafted(self, slot: int, result: StepResult) -> int:
         """Append the accepted tokens of a row with drafts to its known tokens, and return their number."""
@@ -321,8 +335,11 @@ class Driver:
             row[: len(j.stop)] = j.stop
         bound = []
         for processor in self.processors:
-            rows = {i: processor.bind_prompt(j.params, int32(j.prompt)) for i, j in enumerate(joins)}
-            bound.append({i: row for i, row in rows.items() if row is not None})
+            rows = {}
+            for i, joining in enumerate(joins):
+                rows[i] = processor.bind_prompt(joining.params, int32(joining.prompt))
+            kept = {i: row for i, row in rows.items() if row is not None}
+            bound.append(kept)
         steer = [(i, self.point(name)) for i, j in enumerate(joins) for name in j.add]
         vectors = [vector for j in joins for vector in j.add.values()]
         return Join(
@@ -353,10 +370,14 @@ class Driver:
         slots = range(len(items))
         tokens: list[list[int]] = [[] for _ in items]
         while True:
-            lengths = {s: int(self.known[s] - self.computed[s]) for s in slots if self.known[s] < self.end[s]}
+            lengths = {}
+            for s in slots:
+                if self.known[s] < self.end[s]:
+                    lengths[s] = int(self.known[s] - self.computed[s])
             if not lengths:
                 break
-            self.submit({slot: min(length, chunk) for slot, length in lengths.items()})
+            rows = {slot: min(length, chunk) for slot, length in lengths.items()}
+            self.submit(rows)
             self._add_tokens(self.executor.collect(ahead), tokens)
         self._add_tokens(self.executor.collect(0), tokens)
         self.leave(*slots)
@@ -441,7 +462,8 @@ def check_error(result: StepResult, scope: str, plugin: str, words: str) -> None
 
 def by_slot(result: StepResult, field: str = "tokens") -> dict[int, int]:
     """Return slot -> value of a field, for the rows of a step result."""
-    return dict(zip(result.slots.tolist(), getattr(result, field).tolist(), strict=True))
+    values = getattr(result, field).tolist()
+    return dict(zip(result.slots.tolist(), values, strict=True))
 
 
 def belongings() -> dict[str, Counter]:
@@ -450,12 +472,19 @@ def belongings() -> dict[str, Counter]:
     found["files"] = Counter()
     fds = Path("/proc/self/fd")
     for fd in fds.iterdir() if fds.is_dir() else ():
-        with contextlib.suppress(OSError):  # the descriptor that lists the folder is closed by now
+        # the open descriptor that listed the folder is closed by now, so it cannot be read
+        with contextlib.suppress(OSError):
             found["files"][os.readlink(fd)] += 1
-    children = [name for name, parent in _processes().values() if parent == os.getpid()]
+    children = []
+    for name, parent in _processes().values():
+        if parent == os.getpid():
+            children.append(name)
     found["processes"] = Counter(children)
     shm = Path("/dev/shm")
-    found["shared memory"] = Counter(path.name for path in shm.iterdir()) if shm.is_dir() else Counter()
+    if shm.is_dir():
+        found["shared memory"] = Counter(path.name for path in shm.iterdir())
+    else:
+        found["shared memory"] = Counter()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         found["bytes of GPU memory"] = Counter({"": torch.cuda.memory_allocated()})
@@ -466,7 +495,7 @@ def _processes() -> dict[int, tuple[str, int]]:
     """Return process id -> (name, id of the parent process) for all processes of this machine."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
+        with contextlib.suppress(OSError):  # a process that has ended meanwhile cannot be read
             name, _, fields = stat.read_text().partition(" (")[2].rpartition(") ")
             found[int(stat.parent.name)] = name, int(fields.split()[1])
     return found
@@ -489,7 +518,10 @@ def left_behind(before: dict[str, Counter], patience: float = 3.0) -> dict[str, 
     while True:
         now = belongings()
         more = {kind: dict(now[kind] - before[kind]) for kind in now}
-        foreign = of_others(more["shared memory"], os.getpid()) if more["shared memory"] else set()
+        if more["shared memory"]:
+            foreign = of_others(more["shared memory"], os.getpid())
+        else:
+            foreign = set()
         more["shared memory"] = {name: 1 for name in more["shared memory"] if name not in foreign}
         more = {kind: names for kind, names in more.items() if names}
         if not more or time.monotonic() > end:

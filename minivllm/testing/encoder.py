@@ -34,7 +34,7 @@ from .tiny_images import CLASSES, make
 SIZES = ((40, 40), (90, 30), (30, 120), (64, 48), (33, 77))  # width and height
 THREADS = 6
 OUTPUT = 8  # tokens
-TOKEN = 60  # image_token_id in the configuration of the text model
+TOKEN = 60  # image_token_id in config.json of the text model
 
 
 @cache
@@ -49,7 +49,8 @@ def text_checkpoint() -> Path:
     folder = Path(temporary().name) / "text"
     path, *_ = tiny_dir(folder)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "image_token_id": TOKEN}))
+    content = json.dumps({**config, "image_token_id": TOKEN})
+    (path / "config.json").write_text(content)
     return folder
 
 
@@ -111,18 +112,25 @@ class EncoderConformance(Lasting, SpecConformance):
         from PIL import Image
 
         draw = np.random.default_rng(0)
-        found = [Image.fromarray(draw.integers(0, 256, (h, w, 3), np.uint8)) for w, h in SIZES]
-        return [*found, Image.new("RGB", (50, 50)), Image.new("RGB", (50, 50), "white")]
+        found = []
+        for w, h in SIZES:
+            pixels = draw.integers(0, 256, (h, w, 3), np.uint8)
+            found.append(Image.fromarray(pixels))
+        black = Image.new("RGB", (50, 50))
+        white = Image.new("RGB", (50, 50), "white")
+        return [*found, black, white]
 
     def encoded(self, encoder: ImageEncoder, found: ImageValues) -> Tensor:
         """Encode the prepared values of an image, passed as a flat tensor on the device, and return the features."""
-        values = torch.from_numpy(np.array(found.values).reshape(-1)).to(self.place())
+        flat = np.array(found.values).reshape(-1)
+        values = torch.from_numpy(flat).to(self.place())
         with torch.inference_mode():
             return encoder.encode(values, tuple(found.shape))
 
     def exercise(self, instance: ImageEncoder) -> Any:
         """Return the prepared values of two images, as lists."""
-        return [np.asarray(instance.prepare(picture).values).tolist() for picture in self.pictures()[:2]]
+        prepared = [instance.prepare(picture) for picture in self.pictures()[:2]]
+        return [np.asarray(found.values).tolist() for found in prepared]
 
     def lasting(self) -> ImageEncoder:
         """Create an instance for the leak test, which prepares many images."""
@@ -132,7 +140,8 @@ class EncoderConformance(Lasting, SpecConformance):
         """Prepare a random image that differs for each ``number``."""
         from PIL import Image
 
-        pixels = np.random.default_rng(number).integers(0, 256, (40, 40, 3), np.uint8)
+        draw = np.random.default_rng(number)
+        pixels = draw.integers(0, 256, (40, 40, 3), np.uint8)
         instance.prepare(Image.fromarray(pixels))
 
     def let_go(self, instance: ImageEncoder) -> None:
@@ -202,7 +211,8 @@ class EncoderConformance(Lasting, SpecConformance):
         assert len(set(first)) == len(first), "two different pictures have the same values"
         for number, picture in reversed(list(enumerate(pictures))):
             other = picture.copy()
-            other.filename, other.info = f"picture{number}.png", {"comment": "another file"}
+            other.filename = f"picture{number}.png"
+            other.info = {"comment": "another file"}
             assert digest(other) == first[number], "a copy of a picture has other values"
         for picture in pictures:
             picture.filename = "one-name.png"
@@ -220,7 +230,9 @@ class EncoderConformance(Lasting, SpecConformance):
                 continue
             values, shape, tokens = made.prepare(picture)
             assert np.array_equal(np.ravel(found.values), np.ravel(values)), "the pixels of a picture have other values"
-            assert (tuple(found.shape), found.tokens) == (tuple(shape), tokens), "the pixels have another shape"
+            got = (tuple(found.shape), found.tokens)
+            expected = (tuple(shape), tokens)
+            assert got == expected, "the pixels have another shape"
 
     @since(1, 0)
     def test_pictures_do_not_change(self) -> None:
@@ -234,10 +246,12 @@ class EncoderConformance(Lasting, SpecConformance):
     @since(1, 0)
     def test_threads_prepare_what_one_thread_prepares(self) -> None:
         """Check that threads may prepare images at the same time, and that no call changes another's result."""
-        made, pictures = self.made(), self.pictures() * 4
+        made = self.made()
+        pictures = self.pictures() * 4
         alone = [_digest(made.prepare(picture)) for picture in pictures]
         with ThreadPoolExecutor(THREADS) as pool:
-            together = [_digest(found) for found in list(pool.map(made.prepare, pictures))]
+            results = list(pool.map(made.prepare, pictures))
+            together = [_digest(found) for found in results]
         assert together == alone, "a thread got other values than one thread alone, or a later call changed them"
 
     # ---- encode --------------------------------------------------------------------------------------------------
@@ -245,7 +259,8 @@ class EncoderConformance(Lasting, SpecConformance):
     @since(1, 0)
     def test_features_have_the_form_that_facts_and_prepare_promise(self) -> None:
         """Check that features are finite, [levels, tokens, hidden], in each claimed dtype and on the device."""
-        made, hidden = self.made(), self.files().hf_config().hidden_size
+        made = self.made()
+        hidden = self.files().hf_config().hidden_size
         for dtype in self.values("dtype", "float32", "bfloat16"):
             encoder = self.loaded(dtype)
             for picture in self.pictures():
@@ -265,11 +280,13 @@ class EncoderConformance(Lasting, SpecConformance):
         They are the same after other images, in reverse order and from another instance.  They differ between images,
         and later calls do not change them.
         """
-        made, encoder = self.made(), self.loaded()
+        made = self.made()
+        encoder = self.loaded()
         prepared = [made.prepare(picture) for picture in self.pictures()]
         first = [self.encoded(encoder, found) for found in prepared]
         copies = [features.clone() for features in first]
-        again = [self.encoded(encoder, found) for found in reversed(prepared)][::-1]
+        again = [self.encoded(encoder, found) for found in reversed(prepared)]
+        again.reverse()
         fresh = [self.encoded(self.loaded(), found) for found in prepared]
         for a, b, c, kept in zip(first, again, fresh, copies, strict=True):
             assert torch.equal(a, kept), "a later call changed features that were returned before"
@@ -283,11 +300,13 @@ class EncoderConformance(Lasting, SpecConformance):
     @since(1, 0)
     def test_arguments_and_the_random_state_do_not_change(self) -> None:
         """Check that ``encode`` does not change its argument and draws nothing from torch's global random generator."""
-        made, encoder = self.made(), self.loaded()
+        made = self.made()
+        encoder = self.loaded()
         state = torch.get_rng_state()
         for picture in self.pictures():
             found = made.prepare(picture)
-            values = torch.from_numpy(np.array(found.values).reshape(-1)).to(self.place())
+            flat = np.array(found.values).reshape(-1)
+            values = torch.from_numpy(flat).to(self.place())
             before = values.clone()
             with torch.inference_mode():
                 encoder.encode(values, tuple(found.shape))
@@ -334,12 +353,15 @@ class EncoderConformance(Lasting, SpecConformance):
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(self.folder(), dtype=torch.float32)
-        tokens, encoder = torch.tensor([ids]), self.loaded()
-        features = torch.cat([self.encoded(encoder, found)[0] for found in prepared]).cpu()
+        tokens = torch.tensor([ids])
+        encoder = self.loaded()
+        parts = [self.encoded(encoder, found)[0] for found in prepared]
+        features = torch.cat(parts).cpu()
         with torch.inference_mode():
             embeddings = model.get_input_embeddings()(tokens)
             embeddings[tokens == facts.token] = features
-            scores: Tensor = model(inputs_embeds=embeddings).logits[0].float().log_softmax(-1)
+            logits: Tensor = model(inputs_embeds=embeddings).logits[0]
+            scores = logits.float().log_softmax(-1)
         return scores
 
     @since(1, 0)
@@ -349,7 +371,8 @@ class EncoderConformance(Lasting, SpecConformance):
         A prompt has the same tokens alone, together with others, in chunks and with a cached prefix.  The order of
         images matters.  The log-probabilities are those of ``reference``.
         """
-        made, pictures = self.made(), self.pictures()[:3]
+        made = self.made()
+        pictures = self.pictures()[:3]
         facts = made.facts()
         orders = [pictures[:1], pictures[1:2], pictures, pictures[::-1]]
         prompts = [self.prompt(facts, some) for some in orders]
@@ -385,11 +408,13 @@ class EncoderConformance(Lasting, SpecConformance):
         for output, some in zip(alone, orders, strict=True):
             tokens, scores = _scores(output)
             whole = [*output.prompt_token_ids, *tokens]
-            expected = self.reference(whole, [made.prepare(picture) for picture in some])
+            prepared = [made.prepare(picture) for picture in some]
+            expected = self.reference(whole, prepared)
             if expected is None:
                 continue
             behind = expected[len(output.prompt_token_ids) - 1 : -1]
-            right = behind[torch.arange(len(tokens)), torch.tensor(tokens)].numpy()
+            rows = torch.arange(len(tokens))
+            right = behind[rows, torch.tensor(tokens)].numpy()
             assert np.abs(right - scores).max() < 1e-4, "log-probabilities differ from the reference"
 
 
@@ -401,4 +426,5 @@ def _digest(found: ImageValues) -> bytes:
 def _scores(output: Any) -> tuple[list[int], np.ndarray]:
     """Return the generated tokens of an output and their log-probabilities."""
     (out,) = output.outputs
-    return list(out.token_ids), np.array([next(iter(one.values())).logprob for one in out.logprobs])
+    logprobs = [next(iter(one.values())).logprob for one in out.logprobs]
+    return list(out.token_ids), np.array(logprobs)

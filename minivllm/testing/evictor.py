@@ -74,8 +74,10 @@ class _EvictorMachine(RuleBasedStateMachine):
             back = key in self.tree.gone
             self.seen["came back"] += back
             info = self.tree.add(key, parent, depth)
-            session, kind = np.array([key % 5]), np.array([key % 6], np.int8)
-            self.evictor.add(keys([key]), replace(info, session=session, kind=kind, evicted=np.array([back])))
+            session = np.array([key % 5])
+            kind = np.array([key % 6], np.int8)
+            info = replace(info, session=session, kind=kind, evicted=np.array([back]))
+            self.evictor.add(keys([key]), info)
         elif woken := self.tree.take([key]):
             self.evictor.hold(keys(woken))
         path.append(key)
@@ -102,7 +104,8 @@ class _EvictorMachine(RuleBasedStateMachine):
         """
         path: list[int] = []
         for depth in sorted(depths):
-            self._publish(path, key_of(0, BRANCHES * (depth + 1) + branch), 0, depth)
+            key = key_of(0, BRANCHES * (depth + 1) + branch)
+            self._publish(path, key, 0, depth)
         self.seen["without a parent"] += 1
         self.orphans.append(path)
 
@@ -110,7 +113,8 @@ class _EvictorMachine(RuleBasedStateMachine):
     @rule(data=st.data(), branches=st.lists(BRANCH, max_size=3))
     def start_on_a_cached_prefix(self, data: Any, branches: list[int]) -> None:
         """Start a sequence that looks up a cached prefix."""
-        path = self.tree.path(data.draw(st.sampled_from(sorted(self.tree.refs))))
+        key = data.draw(st.sampled_from(sorted(self.tree.refs)))
+        path = self.tree.path(key)
         self.evictor.hit(keys(path))
         for key in path:
             self.tree.hits[key] += 1
@@ -132,14 +136,17 @@ class _EvictorMachine(RuleBasedStateMachine):
     @rule(data=st.data(), branches=st.lists(BRANCH, min_size=1, max_size=2))
     def grow(self, data: Any, branches: list[int]) -> None:
         """Add blocks to a running sequence."""
-        self._extend(data.draw(st.sampled_from(self.running)), branches)
+        path = data.draw(st.sampled_from(self.running))
+        self._extend(path, branches)
 
     @precondition(lambda self: self.running or self.orphans)
     @rule(data=st.data())
     def finish(self, data: Any) -> None:
         """End a running sequence."""
-        lists = data.draw(st.sampled_from([paths for paths in (self.running, self.orphans) if paths]))
-        path = lists.pop(data.draw(st.integers(0, len(lists) - 1)))
+        used = [paths for paths in (self.running, self.orphans) if paths]
+        lists = data.draw(st.sampled_from(used))
+        index = data.draw(st.integers(0, len(lists) - 1))
+        path = lists.pop(index)
         turn = data.draw(TURNS)
         if turn is not None:
             self.seen["turns"] += 1
@@ -178,7 +185,10 @@ class _EvictorMachine(RuleBasedStateMachine):
         free = self.tree.free
         order = self.suite.order
         n = data.draw(st.integers(0, len(free) + 2))
-        expected = self.tree.expected(order, min(n, len(free))) if order else None
+        if order:
+            expected = self.tree.expected(order, min(n, len(free)))
+        else:
+            expected = None
         victims = [int(key) for key in self.evictor.victims(n)]
         self.suite.check_victims(self.tree, victims, n)
         if expected is not None:
@@ -221,7 +231,10 @@ def _evicted_keys(evictor: Evictor, between: Callable[[], None] = lambda: None) 
     evicted: list[int] = []
     cached: set[int] = set()
     for number in range(60):
-        recent = evicted[-3 * (number % 3) :] if number % 3 else []
+        if number % 3:
+            recent = evicted[-3 * (number % 3) :]
+        else:
+            recent = []
         again = {key for key in recent if key not in cached}
         new = [key_of(0, 10_000 + 4 * number + i) for i in range(4)]
         cached.update(new, again)
@@ -313,7 +326,8 @@ class EvictorConformance(Lasting, SpecConformance):
         evictor = self.build(*self.context())
         same_figures(evictor.figures)
         evicted = _evicted_keys(evictor, lambda: same_figures(evictor.figures))
-        assert evicted == _evicted_keys(self.build(*self.context())), "it evicts other keys if its figures are read"
+        expected = _evicted_keys(self.build(*self.context()))
+        assert evicted == expected, "it evicts other keys if its figures are read"
 
     @since(1, 0)
     def test_victims_are_free_keys_in_order_whatever_happened_before(self) -> None:
@@ -370,10 +384,13 @@ class EvictorConformance(Lasting, SpecConformance):
         )
         requests = []
         for i in range(25):
-            prompt = [7 * j % VOCAB for j in range(rng.randint(0, 20))] + [rng.randrange(3)] * rng.randint(1, 9)
+            shared = [7 * j % VOCAB for j in range(rng.randint(0, 20))]
+            own = [rng.randrange(3)] * rng.randint(1, 9)
+            prompt = shared + own
             n = 2 if rng.random() < 0.2 else 1
             max_tokens = rng.randint(1, 12)
-            requests.append(request(engine, f"r{i}", prompt[:16], n=n, max_tokens=max_tokens, ignore_eos=True))
+            added = request(engine, f"r{i}", prompt[:16], n=n, max_tokens=max_tokens, ignore_eos=True)
+            requests.append(added)
             if rng.random() < 0.05:
                 engine.executor.fail_at.add(engine.planner.step_id + 1)
             for _ in range(rng.randint(0, 9)):
@@ -412,7 +429,8 @@ class EvictorConformance(Lasting, SpecConformance):
 
     def _life(self) -> EvictorLife:
         """Return a new evictor with its reference model, for a long run."""
-        return EvictorLife(Tree(), self.build(*self.context()), self.order, self.check_victims)
+        evictor = self.build(*self.context())
+        return EvictorLife(Tree(), evictor, self.order, self.check_victims)
 
     @since(1, 0)
     def test_lookups_are_counted_beyond_16_bits(self) -> None:
@@ -420,10 +438,14 @@ class EvictorConformance(Lasting, SpecConformance):
 
         With ``order: lfu``, it is evicted after a key with half as many lookups.
         """
-        many = (HITS // 2, HITS) if self.order == "lfu" else ()
+        if self.order == "lfu":
+            many = (HITS // 2, HITS)
+        else:
+            many = ()
         for hits in (150, 300, *many):
             life = self._life()
-            life.look_up_often([(0, hits), (1, 2 * hits)])
+            times = [(0, hits), (1, 2 * hits)]
+            life.look_up_often(times)
             life.give_up_all()
 
     @since(1, 0)
@@ -440,7 +462,9 @@ class EvictorConformance(Lasting, SpecConformance):
             f"victims(8) returned {victims}: expected the three keys that are not held, deepest first"
         )
         evictor.free(keys(tree.give(path[:5])))
-        assert evictor.victims(8).tolist() == path[4::-1]
+        found = evictor.victims(8).tolist()
+        expected = path[4::-1]
+        assert found == expected
 
     @since(1, 0)
     def test_the_order_is_the_declared_one(self) -> None:
@@ -482,12 +506,15 @@ class EvictorConformance(Lasting, SpecConformance):
         Afterwards evict many keys in one call and check their number.
         """
         evictor = self.build(EvictorContext(n + 64, 16, "device"))
-        every = np.random.default_rng(n).permutation(np.arange(1, n + 33, dtype=np.uint64)) << np.uint64(40)
+        numbers = np.arange(1, n + 33, dtype=np.uint64)
+        every = np.random.default_rng(n).permutation(numbers) << np.uint64(40)
         old = every[:n]
         new = [every[n + i : n + i + 1] for i in range(8)]
         evictor.add(old, _roots(n))
         evictor.free(old)
-        middle = [old[i : i + 1] for i in range(n // 2 - 4, n // 2 + 4)]
+        middle = []
+        for i in range(n // 2 - 4, n // 2 + 4):
+            middle.append(old[i : i + 1])
         seconds = {
             "hit": _shortest(evictor.hit, middle),
             "hold": _shortest(evictor.hold, middle),
@@ -513,7 +540,8 @@ class EvictorConformance(Lasting, SpecConformance):
         path = keys([key_of(0, 4 * number + i) for i in range(4)])
         tenant = np.full(4, number, np.int32)
         session = np.full(4, number + 1)
-        instance.add(path, replace(_roots(4), tenant=tenant, cost=16.0 + tenant, session=session))
+        info = replace(_roots(4), tenant=tenant, cost=16.0 + tenant, session=session)
+        instance.add(path, info)
         turn = SessionTurn(number + 1, tokens=64, next_s=1e6, budget=32)
         instance.began(path, turn)
         instance.ended(path, turn)

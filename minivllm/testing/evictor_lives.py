@@ -49,7 +49,8 @@ class EvictorLife:
         for i in range(n):
             parent = path[-1] if path else 0
             key = key_of(parent, 0 if i else number)
-            self.evictor.add(keys([key]), self.tree.add(key, parent))
+            info = self.tree.add(key, parent)
+            self.evictor.add(keys([key]), info)
             path.append(key)
         return path
 
@@ -74,7 +75,10 @@ class EvictorLife:
 
     def give_up(self, n: int) -> None:
         """Evict n keys, and check that the evictor chose the right ones."""
-        expected = self.tree.expected(self.order, n) if self.order else None
+        if self.order:
+            expected = self.tree.expected(self.order, n)
+        else:
+            expected = None
         victims = [int(key) for key in self.evictor.victims(n)]
         self.check(self.tree, victims, n)
         if expected is not None:

@@ -39,7 +39,9 @@ def block_info(
     """
     depths = np.array(depth, np.int32)
     sizes = np.full(len(depths), 4096, np.int64)
-    return BlockInfo(keys(parent), depths, sizes, (depths + 1) * 16.0, np.array(tenant, np.int32))
+    cost = (depths + 1) * 16.0
+    tenants = np.array(tenant, np.int32)
+    return BlockInfo(keys(parent), depths, sizes, cost, tenants)
 
 
 class Tree:
@@ -118,7 +120,10 @@ class Tree:
     }
 
     def expected(self, order: str, n: int) -> list[int]:
-        """Return the n keys that the reference ``order`` evicts: each is the first ripe key of that order."""
+        """Return the n keys that the reference ``order`` evicts, one after another.
+
+        Each is the first key of that order which is not held and has no cached child.
+        """
         rank = self.ORDERS[order]
         victims: list[int] = []
         children = dict(self.children)

@@ -51,7 +51,7 @@ from .executor_taps import ExecutorTaps
 from .faulty import FATAL_CHUNK, TARGETS
 
 BUDGET = 64  # most tokens of a step
-BLOCKS = 200  # blocks of the cache
+BLOCKS = 200  # number of blocks of the KV cache
 
 
 class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
@@ -66,7 +66,10 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
         """Return the claimed values of tensor_parallel_size for which this machine has enough devices."""
         if self.spec.limits == ANY:
             return [1]
-        most = torch.cuda.device_count() if self.place() == "cuda" else 2
+        if self.place() == "cuda":
+            most = torch.cuda.device_count()
+        else:
+            most = 2
         sizes = [n for n in self.values("tensor_parallel_size", 1, 2, 4) if n <= most]
         if not sizes:
             pytest.skip("every claimed tensor_parallel_size needs more devices than this machine has")
@@ -78,7 +81,10 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
 
     def engine_options(self, seed: int = 0, **values: Any) -> dict[str, Any]:
         """Return the options of an engine with the tiny model and this executor; ``values`` replace some of them."""
-        own = [self.plugin.partition(":")[0]] if ":" in self.plugin else []
+        if ":" in self.plugin:
+            own = [self.plugin.partition(":")[0]]
+        else:
+            own = []
         options = dict(
             model=str(tiny(seed).path),
             dtype="float32",
@@ -146,7 +152,8 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             with self.started(run_ahead=ahead) as driver:
                 c = driver.capacity
                 assert 0 <= c.depth <= ahead, f"run_ahead={ahead}: depth is {c.depth}"
-        assert tuple(c.blocks) == (BLOCKS + 1,) * 2, f"num_kvcache_blocks={BLOCKS}: blocks are {c.blocks}"
+        expected = (BLOCKS + 1,) * 2
+        assert tuple(c.blocks) == expected, f"num_kvcache_blocks={BLOCKS}: blocks are {c.blocks}"
         model = tiny().model
         vocab = model.config.vocab_size
         assert c.vocab_size == vocab, f"vocab_size {c.vocab_size}, expected {vocab}"
@@ -195,7 +202,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             (replace(wiring, cache=replace(wiring.cache, num_kvcache_blocks=1 << 50)), ResourceError, None),
         ]
         more: dict[str, Any] = {}
-        for patience in (0.0, 3.0):  # the first round may open files that the process keeps
+        for patience in (0.0, 3.0):  # two rounds, because the first one may open files that the process keeps
             before = belongings()
             for broken, error, words in cases:
                 executor = self.build()
@@ -227,7 +234,8 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             with self.started(tensor_parallel_size=size) as driver:
                 for ahead in (0, 1, 3):
                     self.check_tokens(driver, ahead)
-                    self.check_tokens(driver, ahead, lengths=(40, 3, 2, 2, 9, 25, 7, 16))
+                    lengths = (40, 3, 2, 2, 9, 25, 7, 16)
+                    self.check_tokens(driver, ahead, lengths=lengths)
 
     @since(1, 0)
     def test_the_engine_serves_with_it(self) -> None:
@@ -238,7 +246,10 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
         requests.  Random tokens, their ends and their log-probabilities equal those of the executor "local".  The
         tokens of an executor without a model do not depend on the number of steps ahead.
         """
-        expected = [] if self.made_up else reference(self.engine_options())
+        if self.made_up:
+            expected = []
+        else:
+            expected = reference(self.engine_options())
         for ahead, blocks in ((None, BLOCKS), (0, 36), (2, 36)):
             case = f"run_ahead={ahead}"
             with LLM(**self.engine_options(run_ahead=ahead, num_kvcache_blocks=blocks)) as llm:
@@ -285,7 +296,8 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
                 # at least one step is submitted, so that the row joins before it leaves the batch
                 for action in [*actions, "submit", 0]:
                     if action == "submit":
-                        plans.append(driver.submit({0: int(driver.known[0] - driver.computed[0])}))
+                        missing = int(driver.known[0] - driver.computed[0])
+                        plans.append(driver.submit({0: missing}))
                         continue
                     new = list(driver.executor.collect(action))
                     results += new
@@ -320,7 +332,9 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
                 for _ in range(stop + 2):
                     driver.submit({0: 1, 1: 1})
                 results = list(driver.executor.collect(0))
-                ends = [(by_slot(r, "count")[0], by_slot(r, "flags")[0]) for r in results]
+                ends = []
+                for r in results:
+                    ends.append((by_slot(r, "count")[0], by_slot(r, "flags")[0]))
                 expected = [(1, 0)] * stop + [(1, flag)] + [(0, OVERSHOOT)] * 2
                 assert ends == expected, f"(count, flags) of the row: {ends}; expected {expected}"
                 other = [by_slot(r)[1] for r in results]
@@ -344,7 +358,8 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             driver.submit({0: 20, 1: 1})
             driver.submit({0: 1, 1: 1})
             tokens = drawn(driver.executor.collect(0))
-            expected = {0: self.greedy(a, 2) + self.greedy(c, 2), 1: self.greedy(b, 5)}
+            first_tokens = self.greedy(a, 2) + self.greedy(c, 2)
+            expected = {0: first_tokens, 1: self.greedy(b, 5)}
             assert tokens == expected, f"tokens by slot: {tokens}; expected {expected}"
 
     # ---- masks from the host -------------------------------------------------------------------------------------
@@ -413,7 +428,9 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             assert where != "apply" or by_slot(first, "count")[0] == 0, "a row that failed counts its token"
             later = (by_slot(second, "flags")[0], by_slot(second, "count")[0])
             assert later == (OVERSHOOT, 0), f"(flags, count) of the failed row in the next step: {later}"
-            assert [by_slot(first)[1], by_slot(second)[1]] == self.greedy(b, 2), "tokens of the other row"
+            found = [by_slot(first)[1], by_slot(second)[1]]
+            expected = self.greedy(b, 2)
+            assert found == expected, "tokens of the other row"
             driver.leave(0, 1)
             self.check_tokens(driver, 2)
 
@@ -433,7 +450,8 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             driver.join(0, a, 20)
             plan = driver.submit({0: FATAL_CHUNK, 1: 1}, late=(0,) if late else ())
             if late:
-                driver.executor.supply(plan.id, LateInputs(np.full((1, 2), -1, np.int32)))
+                every_token = np.full((1, 2), -1, np.int32)
+                driver.executor.supply(plan.id, LateInputs(every_token))
             driver.leave(0, 1)
             driver.join(2, c, 20)
             driver.submit({2: 10})
@@ -441,8 +459,10 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             check_result(plan, failed, driver.capacity.vocab_size)
             check_error(failed, "step", "FaultyAttention", "boom in plan")
             assert not failed.count.any(), f"rows of a failed step count: {failed.count}"
-            assert drawn([before]) == {1: self.greedy(b, 1)}, "tokens of the step before the failed one"
-            assert drawn([after]) == {2: self.greedy(c, 1)}, "tokens of the step after the failed one"
+            expected = {1: self.greedy(b, 1)}
+            assert drawn([before]) == expected, "tokens of the step before the failed one"
+            wanted = {2: self.greedy(c, 1)}
+            assert drawn([after]) == wanted, "tokens of the step after the failed one"
             driver.leave(2)
             self.check_tokens(driver, 2)
             assert driver.executor.alive(), "not alive() after a step that failed"
@@ -483,7 +503,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
         for situation in (at_rest, in_flight, waiting, profiling):
             more: dict[str, Any] = {}
             name = situation.__name__
-            for patience in (0.0, 3.0):  # the first round may open files that the process keeps
+            for patience in (0.0, 3.0):  # two rounds, because the first one may open files that the process keeps
                 before = belongings()
                 with self.started() as driver:
                     situation(driver)
@@ -518,8 +538,10 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
                     second.submit({0: second_tokens})
                     first_results += first.executor.collect(0)
                     second_results += second.executor.collect(0)
-                assert drawn(first_results) == {0: self.greedy(a, 3)}, "tokens of the first executor"
-                assert drawn(second_results) == {0: self.greedy(b, 3, seed=1)}, "tokens of the second executor"
+                expected = {0: self.greedy(a, 3)}
+                assert drawn(first_results) == expected, "tokens of the first executor"
+                wanted = {0: self.greedy(b, 3, seed=1)}
+                assert drawn(second_results) == wanted, "tokens of the second executor"
             assert first.executor.alive(), "not alive() after another executor was stopped"
             first.leave(0)
             self.check_tokens(first, 1)

@@ -154,18 +154,27 @@ class ExecutorDevice(ExecutorReference):
         in the step, nor twice for a row of the step.
         """
         items = prompts(*range(3, 3 + SLOTS))
-        counting = () if self.made_up else (0, 4, SLOTS - 1)
+        if self.made_up:
+            counting = ()
+        else:
+            counting = (0, 4, SLOTS - 1)
         for driver in self.drivers():
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 40, tally=slot in counting)
             driver.submit({slot: len(prompt) for slot, prompt in enumerate(items)})
-            steps = [[(start + i) % SLOTS for i in range(n)] for n in range(1, SLOTS + 1) for start in (0, 3, 6)]
+            steps = []
+            for n in range(1, SLOTS + 1):
+                for start in (0, 3, 6):
+                    steps.append([(start + i) % SLOTS for i in range(n)])
             for slots in steps:
                 driver.submit(dict.fromkeys(slots, 1))
             tokens = drawn(driver.executor.collect(0))
             for slot, prompt in enumerate(items):
                 n = 1 + sum(slot in slots for slots in steps)
-                expected = tally(n) if slot in counting else self.greedy(prompt, n)
+                if slot in counting:
+                    expected = tally(n)
+                else:
+                    expected = self.greedy(prompt, n)
                 assert tokens[slot] == expected, f"slot {slot}: drew {tokens[slot]}, expected {expected}"
 
     @since(1, 0)
@@ -194,7 +203,8 @@ class ExecutorDevice(ExecutorReference):
             for _ in range(5):
                 driver.submit({0: 1, 1: 1})
             tokens = drawn(driver.executor.collect(0))
-            expected = {0: self.greedy(old, 1) + self.greedy(a, 18), 1: self.greedy(b, 18)}
+            first_tokens = self.greedy(old, 1) + self.greedy(a, 18)
+            expected = {0: first_tokens, 1: self.greedy(b, 18)}
             assert tokens == expected, f"tokens by slot: {tokens}; expected {expected}"
 
     @since(1, 0)
@@ -215,7 +225,8 @@ class ExecutorDevice(ExecutorReference):
             for _ in range(19):
                 driver.submit({0: 1, 1: 1})
             tokens = drawn(driver.executor.collect(0))
-            assert tokens[0] == self.greedy(old, 1) + self.greedy(a, 3), f"the row that ended has {tokens[0]}"
+            wanted = self.greedy(old, 1) + self.greedy(a, 3)
+            assert tokens[0] == wanted, f"the row that ended has {tokens[0]}"
             expected = self.greedy(b, 20)
             assert tokens[1] == expected, f"the row that now owns the blocks has {tokens[1]}: expected {expected}"
 
@@ -244,7 +255,10 @@ class ExecutorDevice(ExecutorReference):
                 driver.submit(dict.fromkeys((0, 1, 4, 5), 1))
             tokens = drawn(driver.executor.collect(0))
             # expected tokens of the row in slot 0, and of its branch
-            source = tally(5) if columns else self.greedy(a, 5)
+            if columns:
+                source = tally(5)
+            else:
+                source = self.greedy(a, 5)
             other = self.greedy(b, 7)
             expected = {0: source[:2] + self.greedy(c, 4), 1: other, 4: source[2:], 5: other[2:5]}
             assert tokens == expected, f"tokens by slot {tokens}: expected {expected}"
@@ -265,7 +279,8 @@ class ExecutorDevice(ExecutorReference):
             driver.submit({0: 1})
             driver.submit({0: 1, 1: 1})
             before = drawn(driver.executor.collect(0))
-            assert before == {0: tally(3), 1: tally(2)}, f"before they are preempted: {before}"
+            wanted = {0: tally(3), 1: tally(2)}
+            assert before == wanted, f"before they are preempted: {before}"
             for slot, seq in ((0, 70), (1, 71)):
                 driver.keep(slot, seq)
                 driver.leave(slot)
@@ -317,7 +332,8 @@ class ExecutorDevice(ExecutorReference):
                 new = list(driver.executor.collect(0))
                 results += new
                 copies += [_copies(result) for result in new]
-                driver.token(slot, int(new[0].logits[0].argmax()))
+                token = int(new[0].logits[0].argmax())
+                driver.token(slot, token)
             ids = [result.id for result in results]
             assert ids == [plan.id for plan in plans], f"expected each result once, in order; the steps are {ids}"
             for plan, result, before in zip(plans, results, copies, strict=True):

@@ -38,7 +38,8 @@ def check_greedy(llm: LLM, case: str) -> None:
         for i, result in enumerate(results):
             branches = [list(output.token_ids) for output in result.outputs]
             assert branches == [expected[i]] * len(branches), f"{case}, request {i} ({fields[i]}): {branches}"
-    results = llm.generate(ITEMS[:3], [params(extra={"fault": "apply"}), params(), params()], False)
+    failing = params(extra={"fault": "apply"})
+    results = llm.generate(ITEMS[:3], [failing, params(), params()], False)
     _check_failed_row(results, "boom in apply", expected)
     failed = llm.generate(prompts(FATAL_CHUNK)[0], params(), False)[0]
     assert failed.finish_reason == "error" and "boom in plan" in failed.error, failed
@@ -61,7 +62,8 @@ def check_made_up(llm: LLM, case: str, greedy: Callable[[list[int], int], list[i
         for i, result in enumerate(results):
             tokens = result.tokens
             assert tokens == expected[i], f"{case}, request {i} ({fields[i]}): {tokens}; expected {expected[i]}"
-    results = llm.generate(ITEMS[:3], [params(extra={"tally": True}), params(), params()], False)
+    failing = params(extra={"tally": True})
+    results = llm.generate(ITEMS[:3], [failing, params(), params()], False)
     _check_failed_row(results, "CountingProcessor", expected)
 
 
@@ -72,7 +74,8 @@ def _check_failed_row(results: Sequence[Any], words: str, expected: Sequence[lis
     """
     failed = results[0]
     assert failed.finish_reason == "error" and words in failed.error, failed
-    assert [result.tokens for result in results[1:]] == expected[1:3], "tokens of the rows next to a failed row"
+    found = [result.tokens for result in results[1:]]
+    assert found == expected[1:3], "tokens of the rows next to a failed row"
 
 
 def random_requests() -> list[SamplingParams]:
@@ -112,7 +115,10 @@ def reference(options: Mapping[str, Any]) -> list[list[Any]]:
         for branch in branches:
             reason = branch.finish_reason
             if reason == "stop":
-                reason = "end of sequence" if branch.token_ids[-1] == EOS else "stop id"
+                if branch.token_ids[-1] == EOS:
+                    reason = "end of sequence"
+                else:
+                    reason = "stop id"
             seen[reason] += 1
     seen.require(**{"other branches": 4, "min_tokens": 3, "end of sequence": 1, "stop id": 2, "length": 5})
     return requests

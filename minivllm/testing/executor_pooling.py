@@ -37,7 +37,8 @@ class ExecutorPooling(ExecutorRows):
             driver.leave(0, 2)
             driver.join(0, b, 20)
             driver.join(2, a, 20)
-            steps.append(({1: 1, 0: 6, 2: 9}, [(0, 5, 1), (2, 0, 0)]))
+            step = ({1: 1, 0: 6, 2: 9}, [(0, 5, 1), (2, 0, 0)])
+            steps.append(step)
             plans.append(driver.submit(*steps[-1][:1], pooled=steps[-1][1]))
             results = list(driver.executor.collect(0))
         states = [hidden(prompt) for prompt in (a, b, c)]

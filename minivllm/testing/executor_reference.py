@@ -51,7 +51,8 @@ class ExecutorReference(SpecConformance):
         """Return the n most likely tokens after a prompt."""
         tokens = list(prompt)
         for _ in range(n):
-            tokens.append(int(self.logits_after(tokens, seed).argmax()))
+            token = int(self.logits_after(tokens, seed).argmax())
+            tokens.append(token)
         return tokens[len(prompt) :]
 
     def likeliest(self, tokens: Sequence[int], allowed: Sequence[int]) -> int:

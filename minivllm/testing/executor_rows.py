@@ -48,7 +48,9 @@ class ExecutorRows(ExecutorReference):
                 f"the 3 best tokens of a held row are {ids}: expected {best.indices.tolist()}"
             )
             assert np.allclose(top, best.values, atol=NEAR), f"log-probabilities {top}: expected {best.values}"
-            assert [by_slot(result)[1], by_slot(second)[1]] == self.greedy(b, 2), "tokens of the other row"
+            found = [by_slot(result)[1], by_slot(second)[1]]
+            expected = self.greedy(b, 2)
+            assert found == expected, "tokens of the other row"
             self._check_continues(driver, 0, a, ids[1])
 
     def _check_continues(self, driver: Driver, slot: int, prompt: list[int], token: int) -> None:
@@ -75,10 +77,13 @@ class ExecutorRows(ExecutorReference):
             check_result(plan, result, driver.capacity.vocab_size)
             shape = (1, driver.capacity.vocab_size)
             assert np.shape(result.logits) == shape, f"logits {np.shape(result.logits)}: expected {shape}"
-            worst = float(np.abs(result.logits[0] - self.logits_after(a).numpy()).max())
+            difference = result.logits[0] - self.logits_after(a).numpy()
+            worst = float(np.abs(difference).max())
             assert worst < 1e-3, f"logits differ from those of transformers by up to {worst:.2g}: allowed 1e-3"
             _check_nothing_drawn(result, 0)
-            assert [by_slot(result)[1], by_slot(second)[1]] == self.greedy(b, 2), "tokens of the other row"
+            found = [by_slot(result)[1], by_slot(second)[1]]
+            expected = self.greedy(b, 2)
+            assert found == expected, "tokens of the other row"
             second_best = int(result.logits[0].argsort()[-2])
             self._check_continues(driver, 0, a, second_best)
 
@@ -103,7 +108,10 @@ class ExecutorRows(ExecutorReference):
                 scale = 0.5 + step
                 guided = scale * (p - q) + q
                 token = int(guided.argmax())
-                rows = {1: 1, 0: 1, 2: 1} if step else {0: 9, 1: 4, 2: 6}
+                if step:
+                    rows = {1: 1, 0: 1, 2: 1}
+                else:
+                    rows = {0: 9, 1: 4, 2: 6}
                 plan = driver.submit(rows, guided=[(0, 1, scale)], topk=2)
                 (result,) = driver.executor.collect(0)
                 check_result(plan, result, driver.capacity.vocab_size)
@@ -115,7 +123,9 @@ class ExecutorRows(ExecutorReference):
                 assert set(flags.values()) == {end}, f"step {step}: flags {flags}"
                 row = result.slots.tolist().index(0)
                 best = guided.log_softmax(-1).topk(2)
-                assert result.logprobs.top_ids[row, :2].tolist() == best.indices.tolist(), f"{result.logprobs}"
+                found = result.logprobs.top_ids[row, :2].tolist()
+                wanted = best.indices.tolist()
+                assert found == wanted, f"{result.logprobs}"
                 assert np.allclose(result.logprobs.top[row, :2], best.values, atol=NEAR * scale), f"{result.logprobs}"
                 for history in histories:
                     history.append(token)
@@ -180,7 +190,9 @@ class ExecutorRows(ExecutorReference):
             driver.join(0, loop, 30)
             driver.join(1, other, 40)
             driver.submit({0: len(loop), 1: len(other)})
-            tokens = {slot: [token] for slot, token in by_slot(driver.executor.collect(0)[0]).items()}
+            tokens = {}
+            for slot, token in by_slot(driver.executor.collect(0)[0]).items():
+                tokens[slot] = [token]
             expected = {0: self.greedy(loop, 30), 1: self.greedy(other, 40)}
             while len(tokens[0]) < 29:
                 k = min(DRAFTS, 29 - len(tokens[0]))  # the last draft may be the last token of the row
@@ -202,7 +214,8 @@ class ExecutorRows(ExecutorReference):
                 assert ends == ([LENGTH] if done == 30 else []), f"flags {flags} after {done} of 30 tokens"
                 seen["accepted"] += n - 1
                 seen["rejected"] += int(result.drafted[0]) > n - 1
-            assert tokens[1] == expected[1][: len(tokens[1])], "tokens of the row without drafts"
+            wanted = expected[1][: len(tokens[1])]
+            assert tokens[1] == wanted, "tokens of the row without drafts"
             for _ in range(31 - len(tokens[0])):
                 driver.submit({0: 1, 1: 1})
                 last = by_slot(driver.executor.collect(0)[0], "flags")

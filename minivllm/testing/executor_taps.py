@@ -75,7 +75,9 @@ class ExecutorTaps(ExecutorRows):
             row = slots.index(slot)
             start = int(plan.computed[row])
             end = start + int(plan.q_len[row])
-            parts.append(hidden(known[slot][:end], point)[start + first :].ravel())
+            of_row = hidden(known[slot][:end], point)
+            part = of_row[start + first :].ravel()
+            parts.append(part)
         expected = np.concatenate(parts)
         found = result.taps
         assert found.dtype == np.float32 and found.shape == expected.shape, (
@@ -92,7 +94,8 @@ class ExecutorTaps(ExecutorRows):
         and the next sequence in the slot, are not changed.
         """
         a, b, c = prompts(9, 11, 5)
-        vector = np.linspace(-4, 4, tiny().model.config.hidden_size).astype(np.float32)
+        width = tiny().model.config.hidden_size
+        vector = np.linspace(-4, 4, width).astype(np.float32)
         add = {"layers.1.residual": vector, "layers.2.residual": vector[::-1].copy() ** 2}
         expected = steered(a, add, 4)
         assert expected != self.greedy(a, 4), "the vectors change nothing"
@@ -100,7 +103,8 @@ class ExecutorTaps(ExecutorRows):
         assert plain != steered(c, add, 3), "the vectors change nothing"
         with self.started() as driver:
             self.need_points(driver)
-            driver.join(0, a, 4, add={name: x.tolist() for name, x in add.items()})
+            vectors = {name: x.tolist() for name, x in add.items()}
+            driver.join(0, a, 4, add=vectors)
             driver.join(1, b, 4)
             tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
             driver.submit({0: 8, 1: 11})
@@ -115,7 +119,8 @@ class ExecutorTaps(ExecutorRows):
             assert tokens[0] == expected, f"the row with vectors draws {tokens[0]}: expected {expected}"
             assert tokens[2] == expected, f"the fork of the row draws {tokens[2]}: expected {expected}"
             driver.leave(0, 1, 2)
-            assert driver.generate([c], 3)[0] == plain, f"the next sequence in the slot does not draw {plain}"
+            found = driver.generate([c], 3)[0]
+            assert found == plain, f"the next sequence in the slot does not draw {plain}"
 
 
 def hidden(tokens: Sequence[int], point: str) -> np.ndarray:
@@ -150,7 +155,8 @@ def steered(prompt: Sequence[int], add: Mapping[str, np.ndarray], n: int) -> lis
     try:
         with torch.inference_mode():
             for _ in range(n):
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+                token = int(model(torch.tensor([tokens])).logits[0, -1].argmax())
+                tokens.append(token)
     finally:
         for handle in handles:
             handle.remove()

@@ -27,7 +27,9 @@ class Faulty(Processor):
         fault = params.extra.get("fault")
         if fault == "bind":
             raise RuntimeError("boom in bind")
-        return None if fault is None else Row(variant=1 + (fault == "commit"))
+        if fault is None:
+            return None
+        return Row(variant=1 + (fault == "commit"))
 
     def apply(self, logits, rows, state):
         logits[:] = 0
@@ -55,10 +57,13 @@ class CountingProcessor(Processor):
         return {"count": Column((), "int64", kept=True)}
 
     def bind(self, params, prompt_len):
-        return Row({"count": 0}) if params.extra.get("tally") else None
+        if params.extra.get("tally"):
+            return Row({"count": 0})
+        return None
 
     def apply(self, logits, rows, state):
-        logits.scatter_(1, FIRST_TALLY + state["count"][rows.slots][:, None], 1e4)
+        token = FIRST_TALLY + state["count"][rows.slots]
+        logits.scatter_(1, token[:, None], 1e4)
 
     def commit(self, tokens, count, rows, state):
         state["count"].index_add_(0, rows.slots, count.long())  # a row that is in the step twice adds 2
@@ -113,7 +118,10 @@ class FaultySampler(DefaultSampler):
 
     def bind(self, params, prompt_len):
         row = super().bind(params, prompt_len)
-        own = {name: params.extra[name] for name in ("token", "misshapen") if name in params.extra}
+        own = {}
+        for name in ("token", "misshapen"):
+            if name in params.extra:
+                own[name] = params.extra[name]
         return Row({**row.values, **own}, row.variant)
 
     def draw(self, logits, rows, state, out):

@@ -155,8 +155,10 @@ class GrammarConformance(Lasting, SpecConformance):
             "grammar": f'start: "{word}" | "a"',
         }
         kind = self.cases()[0].kind
-        matcher = instance.start(instance.compile(GrammarSource(kind, texts[kind], False)))
-        instance.accept([matcher], [[next(iter(allowed(instance, matcher)))]])
+        compiled = instance.compile(GrammarSource(kind, texts[kind], False))
+        matcher = instance.start(compiled)
+        token = next(iter(allowed(instance, matcher)))
+        instance.accept([matcher], [[token]])
 
     def walks(self, n: int, *, seed: int = 0) -> Iterator[tuple[GrammarCase, list[int]]]:
         """Yield each test grammar ``n`` times, with one of its texts cut into random tokens."""
@@ -201,13 +203,18 @@ class GrammarConformance(Lasting, SpecConformance):
                 complete = text in {whole.encode() for whole in case.fits}
                 for eos in EOS:
                     matcher = plugin.start(compiled)
-                    accepted = plugin.accept([matcher], [tokens[:n]])[0] if n else 0
+                    if n:
+                        accepted = plugin.accept([matcher], [tokens[:n]])[0]
+                    else:
+                        accepted = 0
                     assert accepted == n, f"{case}: accepts {accepted} of {tokens[:n]}"
                     place = f"{case} after {text!r}, token {eos}"
                     assert (eos in allowed(plugin, matcher)) == complete, f"{place}: the end is allowed: {not complete}"
-                    assert plugin.accept([matcher], [[eos]])[0] == int(complete), f"{place}: accepted: {not complete}"
+                    found = plugin.accept([matcher], [[eos]])[0]
+                    assert found == int(complete), f"{place}: accepted: {not complete}"
                     if complete:
-                        assert plugin.accept([matcher], [[tokens[0]]])[0] == 0, f"{case}: a token after the end"
+                        got = plugin.accept([matcher], [[tokens[0]]])[0]
+                        assert got == 0, f"{case}: a token after the end"
 
     @since(1, 0)
     def test_what_a_mask_forbids_is_refused(self) -> None:
@@ -220,7 +227,8 @@ class GrammarConformance(Lasting, SpecConformance):
             allowed_ids = viable(case, joined(tokens[:cut]))
             wrong = sorted(set(range(len(vocabulary()))) - set(allowed_ids) - set(EOS))
             for token in rng.sample(wrong, min(8, len(wrong))):
-                accepted = plugin.accept([plugin.start(compiled)], [[*tokens[:cut], token]])[0]
+                matcher = plugin.start(compiled)
+                accepted = plugin.accept([matcher], [[*tokens[:cut], token]])[0]
                 assert accepted == cut, f"{case}: accepts {accepted} of {cut} valid tokens and the wrong token {token}"
 
     @since(1, 0)
@@ -245,7 +253,8 @@ class GrammarConformance(Lasting, SpecConformance):
         matchers = [plugin.start(plugin.compile(case.source)) for case, _ in walks]
         for step in range(12):
             live = [i for i, (_, tokens) in enumerate(walks) if len(tokens) >= step]
-            mask = np.zeros((len(walks), WORDS_OF_MASK), np.int32)
+            shape = (len(walks), WORDS_OF_MASK)
+            mask = np.zeros(shape, np.int32)
             failed = plugin.fill([matchers[i] for i in live], mask, live)
             assert not failed, f"step {step}: {failed}"
             for i in live:
@@ -265,7 +274,10 @@ class GrammarConformance(Lasting, SpecConformance):
         rng = random.Random(9)
         for case in LARGE:
             if self.claims(case.kind):
-                longest = case.fits[0] if len(case.fits) == 2 else case.fits[-1]
+                if len(case.fits) == 2:
+                    longest = case.fits[0]
+                else:
+                    longest = case.fits[-1]
                 self.walk(plugin, case, spelled(rng, longest), every=16)
 
     @since(1, 0)
@@ -291,7 +303,8 @@ class GrammarConformance(Lasting, SpecConformance):
                     pytest.fail(f"{kind} {text!r} is malformed, or its language is empty, but it is compiled")
                 assert str(error.value).strip(), f"{kind} {text!r}: the error has no message"
         case = self.cases()[0]
-        check_mask(allowed(plugin, plugin.start(plugin.compile(case.source))), case, b"")
+        matcher = plugin.start(plugin.compile(case.source))
+        check_mask(allowed(plugin, matcher), case, b"")
 
     @since(1, 0)
     def test_a_text_without_end_can_go_on_and_end(self) -> None:
@@ -312,8 +325,12 @@ class GrammarConformance(Lasting, SpecConformance):
             choices = allowed(plugin, matcher)
             assert choices, f"{kind} {ENDLESS[kind]!r} after {text!r}: no token is allowed"
             ends = [token for token in choices if token in EOS]
-            token = ends[0] if ends and rng.random() < 0.4 else int(rng.choice(choices))
-            assert plugin.accept([matcher], [[token]])[0] == 1, f"{kind} after {text!r}: token {token} is refused"
+            if ends and rng.random() < 0.4:
+                token = ends[0]
+            else:
+                token = int(rng.choice(choices))
+            found = plugin.accept([matcher], [[token]])[0]
+            assert found == 1, f"{kind} after {text!r}: token {token} is refused"
             if token in EOS:
                 assert fits(kind, text.decode()), f"{kind} {ENDLESS[kind]!r}: {text!r} is not in the language"
                 return True
@@ -330,7 +347,8 @@ class GrammarConformance(Lasting, SpecConformance):
             compiled = plugin.compile(GrammarSource("json", schema, any_whitespace=any_whitespace))
             for text, compact in (('{"a":true}', True), ('{ "a" : true }', False), ('{\n  "a": true\n}', False)):
                 tokens = [FIRST_BYTE + byte for byte in text.encode()]
-                accepted = plugin.accept([plugin.start(compiled)], [tokens])[0] == len(tokens)
+                matcher = plugin.start(compiled)
+                accepted = plugin.accept([matcher], [tokens])[0] == len(tokens)
                 expected = compact or any_whitespace
                 assert accepted == expected, f"{text!r} with any_whitespace={any_whitespace}: accepted is {accepted}"
 
@@ -378,7 +396,8 @@ class GrammarConformance(Lasting, SpecConformance):
             for _ in range(20):
                 check_mask(allowed(plugin, matcher), cases[0], b"")
             for case, future in zip(cases, futures, strict=True):
-                check_mask(allowed(plugin, plugin.start(future.result())), case, b"", "compiled in a thread, ")
+                matcher = plugin.start(future.result())
+                check_mask(allowed(plugin, matcher), case, b"", "compiled in a thread, ")
 
 
 # ---- expected masks -------------------------------------------------------------------------------------------------
@@ -388,7 +407,10 @@ def viable(case: GrammarCase, text: bytes) -> list[int]:
     """Return the token ids that may follow a text in the language of a test grammar, in ascending order."""
     texts = [whole.encode() for whole in case.fits]
     rests = [whole[len(text) :] for whole in texts if whole.startswith(text)]
-    found = [i for i, token in enumerate(vocabulary()) if token and any(rest.startswith(token) for rest in rests)]
+    found = []
+    for i, token in enumerate(vocabulary()):
+        if token and any(rest.startswith(token) for rest in rests):
+            found.append(i)
     if b"" in rests:
         found += EOS
     return sorted(found)
@@ -399,7 +421,8 @@ def spelled(rng: random.Random, text: str) -> list[int]:
     rest = text.encode()
     tokens = []
     while rest:
-        token = rng.choice([i for i, data in enumerate(vocabulary()) if data and rest.startswith(data)])
+        starts = [i for i, data in enumerate(vocabulary()) if data and rest.startswith(data)]
+        token = rng.choice(starts)
         tokens.append(token)
         rest = rest[len(vocabulary()[token]) :]
     return tokens
@@ -412,7 +435,8 @@ def joined(tokens: Sequence[int]) -> bytes:
 
 def bits(row: np.ndarray) -> list[int]:
     """Return the token ids below ``WIDTH`` whose bit is set in one row of a mask, int32 [words]."""
-    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[:WIDTH]).tolist()
+    unpacked = np.unpackbits(row.view(np.uint8), bitorder="little")
+    return np.flatnonzero(unpacked[:WIDTH]).tolist()
 
 
 def allowed(plugin: Grammar, matcher: Any) -> list[int]:
@@ -457,4 +481,6 @@ def fits(kind: str, text: str) -> bool:
 
 def _is_integer(value: Any) -> bool:
     """Return whether a JSON value is an integer, which may be written as 1.0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value)
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float)) and value == int(value)

@@ -114,7 +114,8 @@ class Harness:
     def step(self, feed: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Run a step that appends tokens, ``feed[slot]``, to some slots, and return slot -> logits [tokens, V]."""
         logits, order = self.logits(feed)
-        return dict(zip(order, logits.split([len(feed[slot]) for slot in order]), strict=True))
+        parts = logits.split([len(feed[slot]) for slot in order])
+        return dict(zip(order, parts, strict=True))
 
     def logits(
         self, feed: Mapping[int, Sequence[int]], wanted: Sequence[int] | None = None
@@ -133,13 +134,19 @@ class Harness:
         position = meta.position
         if self.switch is not None:
             long = [max(self.known[slot], self.ends[slot]) > self.switch for slot in order]
-            meta.position = position + self.rope_rows * torch.tensor(long, device=self.device)[meta.row]
+            is_long = torch.tensor(long, device=self.device)
+            meta.position = position + self.rope_rows * is_long[meta.row]
         self.backend.plan(meta, GraphKey())
-        ids = torch.tensor([token for slot in order for token in feed[slot]], device=self.device)
+        new = [token for slot in order for token in feed[slot]]
+        ids = torch.tensor(new, device=self.device)
         with torch.inference_mode():
-            pick = None if wanted is None else torch.tensor(wanted, device=self.device)
+            if wanted is None:
+                pick = None
+            else:
+                pick = torch.tensor(wanted, device=self.device)
             states = self._states(meta)
-            hidden = self.model(StepTensors(ids, position, meta, pick, self.taps, states))
+            step = StepTensors(ids, position, meta, pick, self.taps, states)
+            hidden = self.model(step)
             if states is not None:
                 states.advance()
             return self.model.logits(hidden).float(), order
@@ -151,7 +158,8 @@ class Harness:
         stopped = torch.zeros(self.states.slots, dtype=torch.bool, device=self.device)
         stopped[sorted(self.stopped)] = True
         drafts = [slot in self.drafted for slot in meta.slots.tolist()]
-        return self.states.of_meta(meta, stopped, torch.tensor(drafts, device=self.device))
+        has_drafts = torch.tensor(drafts, device=self.device)
+        return self.states.of_meta(meta, stopped, has_drafts)
 
     # ---- recurrent states, as the engine moves them --------------------------------------------------------------
 
@@ -178,7 +186,8 @@ class Harness:
         for which, position in enumerate(positions):
             numbers = (slot, which, position, self.checkpoint(which))
             self.states.valid[self.checkpoint(which)] = 0
-            self.states.save(*(torch.tensor([number], device=self.device) for number in numbers))
+            tensors = [torch.tensor([number], device=self.device) for number in numbers]
+            self.states.save(*tensors)
 
     def restore(self, slot: int, which: int, position: int, of: int) -> None:
         """Start a sequence from a checkpoint of ``position`` tokens, with the keys and values of slot ``of``."""
@@ -202,12 +211,14 @@ class Harness:
 
     def _move(self, source: int, to: int) -> None:
         assert self.states is not None
-        self.states.copy(*(torch.tensor([index], device=self.device) for index in (source, to)))
+        indices = [torch.tensor([index], device=self.device) for index in (source, to)]
+        self.states.copy(*indices)
 
     def _copy_keys(self, source: int, to: int) -> None:
         """Copy the keys and values of the blocks of slot ``source`` to the blocks of slot ``to``."""
         for layer in self.parts.layers:
-            old, new = (torch.from_numpy(self.table[layer.group, slot]).long() for slot in (source, to))
+            old = torch.from_numpy(self.table[layer.group, source]).long()
+            new = torch.from_numpy(self.table[layer.group, to]).long()
             for tensor in layer.cache.values():
                 tensor[new.to(self.device)] = tensor[old.to(self.device)]
 
@@ -218,7 +229,8 @@ class Harness:
         """
         self.ends[slot] = len(tokens)
         edges = itertools.pairwise([0, *cuts, len(tokens)])
-        return torch.cat([self.step({slot: tokens[start:end]})[slot] for start, end in edges])
+        parts = [self.step({slot: tokens[start:end]})[slot] for start, end in edges]
+        return torch.cat(parts)
 
     def greedy(self, slot: int, prompt: Sequence[int], n: int) -> list[int]:
         """Return the n most likely tokens after a prompt."""

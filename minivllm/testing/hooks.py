@@ -74,7 +74,8 @@ class HooksConformance(Lasting, SpecConformance):
 
     def manager(self, instance: Hooks | None = None) -> HookManager:
         """Return a hook manager with ``instance``, or with a new instance of the plug-in."""
-        return HookManager([(self.subject.entry.label, instance or self.build())])
+        plugins = [(self.subject.entry.label, instance or self.build())]
+        return HookManager(plugins)
 
     def engine(self, instance: Hooks | None = None, **options: Any) -> Engine:
         """Start a small simulated engine with the plug-in."""
@@ -93,9 +94,11 @@ class HooksConformance(Lasting, SpecConformance):
         requests = []
         for i in range(12):
             prefix = shared[: rng.randrange(4, 16)]
-            prompt = prefix + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
+            own = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
+            prompt = prefix + own
             n = 2 if i == 5 else 1
-            requests.append(request(engine, f"r{i}", prompt, max_tokens=rng.randrange(2, 40), n=n))
+            added = request(engine, f"r{i}", prompt, max_tokens=rng.randrange(2, 40), n=n)
+            requests.append(added)
         engine.executor.fail_at = {25}  # type: ignore[attr-defined]
         for _ in range(9):
             engine.step()
@@ -177,7 +180,10 @@ class HooksConformance(Lasting, SpecConformance):
         engine.stop()
         clock = engine.clock
         spent = [column for name, column in clock.seam.items() if name.startswith("hooks:")]
-        ms = 1e3 * float(np.median(sum(spent)[: clock.count])) if spent else 0.0
+        if spent:
+            ms = 1e3 * float(np.median(sum(spent)[: clock.count]))
+        else:
+            ms = 0.0
         assert ms < STEP_MS, (
             f"half of the steps spent {ms:.2f} ms or more in its hooks: expected less than {STEP_MS} ms"
         )

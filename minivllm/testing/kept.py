@@ -19,12 +19,8 @@ WINDOWS = 3  # pairs of counts; a leak increases the numbers within each pair
 FILLING = 1000  # most uses of the instance that are made to fill a cache of bounded size
 SECONDS = 8.0  # time limit in seconds for filling such a cache
 SLACK = 16  # allowed growth in bytes per use, which is less than one number in a list
-NOT_OWNED = (
-    type,
-    ModuleType,
-    FrameType,
-    BuiltinFunctionType,
-)  # types of objects that are shared by all code, so that they are not counted
+# types of objects that are shared by all code, so that they are not counted for an instance
+NOT_OWNED = (type, ModuleType, FrameType, BuiltinFunctionType)
 CONTAINERS = (dict, list, set, bytearray)
 
 
@@ -86,7 +82,9 @@ def roots_of(instance: Any) -> list[Any]:
 
 def files() -> int:
     """Return the number of open files of this process, or 0 on a system without /proc."""
-    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    if os.path.isdir("/proc/self/fd"):
+        return len(os.listdir("/proc/self/fd"))
+    return 0
 
 
 class Lasting:
@@ -142,7 +140,7 @@ class Lasting:
         growth = self._growth(instance, lambda: use(ROUNDS))
         if growth:
             use(FILLING, SECONDS)
-            gc.collect()  # ends threads and closes files of dead objects
+            gc.collect()  # ends threads and closes files of objects that are no longer used
             windows = [self._growth(instance, lambda: use(ROUNDS)) for _ in range(WINDOWS)]
             # a hash table is resized from time to time, but not within every pair of counts
             growth = min(windows, key=len)

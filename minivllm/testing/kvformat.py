@@ -65,11 +65,16 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         dtype = getattr(torch, fmt.dtype)
         exact = x.double()
         if not self._scaled(fmt):
-            return (x.to(dtype).double() - exact).abs().nan_to_num(0.0, 0.0)
-        greatest = exact.abs().amax((0, 2), keepdim=True) if len(x) else exact
+            error = (x.to(dtype).double() - exact).abs()
+            return error.nan_to_num(0.0, 0.0)
+        if len(x):
+            greatest = exact.abs().amax((0, 2), keepdim=True)
+        else:
+            greatest = exact
         if not dtype.is_floating_point:
             return (greatest / 127 * 0.52).expand_as(exact)
-        return exact.abs() * torch.finfo(dtype).eps * 0.52 + greatest * torch.finfo(dtype).tiny
+        relative = exact.abs() * torch.finfo(dtype).eps * 0.52
+        return relative + greatest * torch.finfo(dtype).tiny
 
     def layout(self, fmt: KVFormat, spec: AttnSpec, block: int) -> KVLayout | None:
         """Return the cache layout of a block; None if the format refuses the sizes with an error that has a message."""
@@ -124,7 +129,9 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
 
     def block(self, preferred: int = 4) -> int:
         """Return a block size that the format serves, the preferred one if possible."""
-        return preferred if preferred in self.sizes["blocks"] else self.sizes["blocks"][0]
+        if preferred in self.sizes["blocks"]:
+            return preferred
+        return self.sizes["blocks"][0]
 
     def numbers(self, kind: str, shape: tuple[int, ...], dtype: str, fmt: KVFormat) -> Tensor:
         """Return random numbers of a kind of ``KINDS`` that the dtype of the format can hold."""
@@ -132,19 +139,26 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         scaled = self._scaled(fmt)
         x = torch.randn(shape)
         if kind == "sizes":
-            x = x * 10.0 ** torch.randint(-4, 4, (*shape[:-1], 1))
+            exponent = torch.randint(-4, 4, (*shape[:-1], 1))
+            x = x * 10.0**exponent
         elif kind == "zeros":
             x = x * (torch.rand(shape) < 0.3)
         # one factor for all numbers, because the allowed error depends on the greatest of them
         elif kind in ("large", "tiny"):
             most = math.log10(min(self.largest, torch.finfo(target).max / 8))
-            exponent = random.uniform(min(3.0, most), most) if kind == "large" else random.uniform(-44.0, -6.0)
-            x = (x.double() * 10**exponent).clamp(-(10**most), 10**most)
+            if kind == "large":
+                exponent = random.uniform(min(3.0, most), most)
+            else:
+                exponent = random.uniform(-44.0, -6.0)
+            largest = 10**most
+            x = (x.double() * 10**exponent).clamp(-largest, largest)
         elif kind == "edges" and not scaled:
-            x = _edges(target, getattr(torch, fmt.dtype))[torch.randint(0, 16, shape)]
+            edges = _edges(target, getattr(torch, fmt.dtype))
+            x = edges[torch.randint(0, 16, shape)]
         if scaled:
             return x.to(target)
-        return _cast_within(x, torch.finfo(getattr(torch, fmt.dtype)).max, target)
+        stored = getattr(torch, fmt.dtype)
+        return _cast_within(x, torch.finfo(stored).max, target)
 
     # ---- making caches -------------------------------------------------------------------------------------------
 
@@ -159,8 +173,10 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         block = self.block()
         cache = self.cache(instance.layout(spec, block), 3)
         k, v = torch.randn(2, 3, spec.kv_heads, spec.dim_qk, device=self.place())
-        instance.store(cache, k, v, torch.tensor([3 * block - 1, 1, block], device=self.place()))
-        loaded = instance.load(cache, torch.tensor([0, 2, 1], device=self.place()), torch.float32)
+        slots = torch.tensor([3 * block - 1, 1, block], device=self.place())
+        instance.store(cache, k, v, slots)
+        blocks = torch.tensor([0, 2, 1], device=self.place())
+        loaded = instance.load(cache, blocks, torch.float32)
         return [x.tolist() for x in loaded]
 
     def cache(self, layout: KVLayout, blocks: int, fill: bool = False) -> Cache:
@@ -170,9 +186,11 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         """
         cache = {}
         for name, tensor in layout.tensors.items():
-            x = torch.zeros((blocks, *tensor.shape), dtype=getattr(torch, tensor.dtype))
+            shape = (blocks, *tensor.shape)
+            x = torch.zeros(shape, dtype=getattr(torch, tensor.dtype))
             if fill:
-                x.copy_(torch.randint(0, 100, x.shape).to(x.dtype))
+                numbers = torch.randint(0, 100, x.shape)
+                x.copy_(numbers.to(x.dtype))
             cache[name] = x.to(self.place())
         return cache
 
@@ -180,7 +198,8 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         """Return whether the format stores scales, or other data besides the elements themselves."""
         if fmt.dtype not in (*DTYPES, "float8_e4m3fn"):
             return True
-        return not set(fmt.layout(self.spec_of(1), self.block(1)).tensors) <= {"k", "v"}
+        layout = fmt.layout(self.spec_of(1), self.block(1))
+        return not set(layout.tensors) <= {"k", "v"}
 
     def dtypes(self) -> list[str]:
         """Return the claimed dtypes of activations, or skip the test if there is none."""
@@ -197,19 +216,24 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
 
     def _values(self, fmt: KVFormat, spec: AttnSpec, kind: str, n: int, dtype: str) -> tuple[Tensor, Tensor]:
         """Return random k and v of n tokens, as slices of one tensor like the output of a merged projection."""
-        k = self.numbers(kind, (n, spec.kv_heads, spec.dim_qk), dtype, fmt)
+        shape = (n, spec.kv_heads, spec.dim_qk)
+        k = self.numbers(kind, shape, dtype, fmt)
         v = k[..., : spec.dim_v]
         if not spec.v_in_k:
-            v = self.numbers(kind, (n, spec.kv_heads, spec.dim_v), dtype, fmt)
+            shape_v = (n, spec.kv_heads, spec.dim_v)
+            v = self.numbers(kind, shape_v, dtype, fmt)
         merged = torch.cat([k.flatten(1), v.flatten(1)], dim=1).to(self.place())
-        flat_k, flat_v = merged.split([spec.kv_heads * spec.dim_qk, spec.kv_heads * spec.dim_v], dim=1)
+        sizes = [spec.kv_heads * spec.dim_qk, spec.kv_heads * spec.dim_v]
+        flat_k, flat_v = merged.split(sizes, dim=1)
         return flat_k.view(k.shape), flat_v.view(v.shape)
 
     def _load(self, fmt: KVFormat, spec: AttnSpec, cache: Cache, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Return k and v [slots, kv_heads, dim] of the whole cache, on the CPU."""
         n = len(next(iter(cache.values())))
-        k, v = fmt.load(cache, torch.arange(n, device=self.place()), dtype)
-        return [k.cpu(), (k if spec.v_in_k else v)[..., : spec.dim_v].cpu()]
+        every = torch.arange(n, device=self.place())
+        k, v = fmt.load(cache, every, dtype)
+        stored_v = k if spec.v_in_k else v
+        return [k.cpu(), stored_v[..., : spec.dim_v].cpu()]
 
     # ---- what is stored comes back -------------------------------------------------------------------------------
 
@@ -277,13 +301,18 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         tiny = all(float(x.abs().max()) < FLOOR for x in originals if x.numel())
         floor = FLOOR if tiny and self._scaled(fmt) else 0.0
         limits = [limit + floor for limit in self._limits(fmt, spec, originals)]
-        others = torch.ones(len(loaded_before[0]), dtype=torch.bool).index_fill_(0, slots, False)
+        others = torch.ones(len(loaded_before[0]), dtype=torch.bool)
+        others = others.index_fill_(0, slots, False)
         for i, (name, loaded) in enumerate(zip("kv", self._load(fmt, spec, cache), strict=True)):
-            self._check_close(name, loaded[slots], originals[i].cpu(), limits[i], slots, block, case)
+            stored = originals[i].cpu()
+            self._check_close(name, loaded[slots], stored, limits[i], slots, block, case)
             changed = (loaded != loaded_before[i]).flatten(1).any(1) & others
-            places = [divmod(int(slot), block) for slot in changed.nonzero()[:4]]
+            places = []
+            for slot in changed.nonzero()[:4]:
+                places.append(divmod(int(slot), block))
             assert not places, f"store changed {name} of slots that were not named, (block, offset) {places}: {case}"
-        rest = torch.ones(len(next(iter(cache.values()))), dtype=torch.bool).index_fill_(0, slots // block, False)
+        number = len(next(iter(cache.values())))
+        rest = torch.ones(number, dtype=torch.bool).index_fill_(0, slots // block, False)
         rest = rest.to(self.place())
         for name, x in cache.items():
             same = _same(x[rest], cache_before[name][rest])
@@ -295,7 +324,10 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         If the values are a part of the keys, they have the keys' allowed errors.
         """
         of_k = self.allowed(fmt, values[0].cpu())
-        of_v = of_k[..., : spec.dim_v] if spec.v_in_k else self.allowed(fmt, values[1].cpu())
+        if spec.v_in_k:
+            of_v = of_k[..., : spec.dim_v]
+        else:
+            of_v = self.allowed(fmt, values[1].cpu())
         return [of_k, of_v]
 
     def _check_close(
@@ -339,12 +371,16 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             dtype = getattr(torch, name)
             values = _all_values(dtype)
             missing = -len(values) % (spec.kv_heads * spec.dim_qk)
-            k = torch.nn.functional.pad(values, (0, missing)).view(-1, spec.kv_heads, spec.dim_qk)
+            padded = torch.nn.functional.pad(values, (0, missing))
+            k = padded.view(-1, spec.kv_heads, spec.dim_qk)
             v = k.flip(0)
             fmt = self.build()
             n = len(k)
-            cache = self.cache(fmt.layout(spec, block), -(-n // block))
-            fmt.store(cache, k.to(place), v.to(place), torch.arange(n, device=place))
+            layout = fmt.layout(spec, block)
+            blocks = -(-n // block)
+            cache = self.cache(layout, blocks)
+            slots = torch.arange(n, device=place)
+            fmt.store(cache, k.to(place), v.to(place), slots)
             loaded_k, loaded_v = self._load(fmt, spec, cache, dtype)
             _assert_bits(f"k in {name}", loaded_k[:n], k)
             _assert_bits(f"v in {name}", loaded_v[:n], v)
@@ -365,9 +401,11 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
                     continue
                 cache = self.cache(layout, 6)
                 k, v = self._values(fmt, spec, "normal", 6 * block, "float32")
-                fmt.store(cache, k, v, torch.arange(6 * block, device=self.place()))
+                every = torch.arange(6 * block, device=self.place())
+                fmt.store(cache, k, v, every)
                 before = {name: x.clone() for name, x in cache.items()}
-                whole = [x.unflatten(0, (6, block)) for x in self._load(fmt, spec, cache)]
+                loaded = self._load(fmt, spec, cache)
+                whole = [x.unflatten(0, (6, block)) for x in loaded]
                 for blocks in ([[5, 0, 3], [1, 1, 4]], [2], [[[0], [5]]], [4, 3, 2, 1, 0, 5, 5]):
                     self._check_load(fmt, spec, cache, torch.tensor(blocks), whole, block)
                 for name, x in cache.items():
@@ -383,14 +421,19 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             k, v = fmt.load(cache, blocks.to(self.place()), dtype)
             for name, loaded, every in zip("kv", (k, v[..., : spec.dim_v]), whole, strict=True):
-                expected = every[blocks].flatten(blocks.dim() - 1, blocks.dim()).to(dtype)
+                flat = every[blocks].flatten(blocks.dim() - 1, blocks.dim())
+                expected = flat.to(dtype)
                 assert loaded.shape == expected.shape and loaded.dtype == dtype, (
                     f"load of {tuple(blocks.shape)} blocks returned {name} {tuple(loaded.shape)} {loaded.dtype}: "
                     f"expected {tuple(expected.shape)} {dtype}"
                 )
                 expected = expected.double()
-                relative = 2 * torch.finfo(dtype).eps if self._scaled(fmt) else 0.0
-                wrong = ((loaded.cpu().double() - expected).abs() > relative * expected.abs()).nonzero()
+                if self._scaled(fmt):
+                    relative = 2 * torch.finfo(dtype).eps
+                else:
+                    relative = 0.0
+                error = (loaded.cpu().double() - expected).abs()
+                wrong = (error > relative * expected.abs()).nonzero()
                 if len(wrong):
                     index = wrong[0].tolist()
                     named = blocks[tuple(index[: blocks.dim() - 1])].tolist()
@@ -425,7 +468,10 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
                 fmt.store(singly, *step)
             loaded = zip("kv", self._load(fmt, spec, together), self._load(fmt, spec, singly), strict=True)
             for name, expected, x in loaded:
-                differ = [divmod(slot, block) for slot in chosen if not torch.equal(expected[slot], x[slot])]
+                differ = []
+                for slot in chosen:
+                    if not torch.equal(expected[slot], x[slot]):
+                        differ.append(divmod(slot, block))
                 assert not differ, f"{name} differs if stored token by token, (block, offset) {differ}, {dtype}"
 
     @since(1, 0)
@@ -438,7 +484,8 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         block = self.block()
         for dtype in self.dtypes():
             fmt = self.build()
-            cache = self.cache(fmt.layout(spec, block), 3, fill=True)
+            layout = fmt.layout(spec, block)
+            cache = self.cache(layout, 3, fill=True)
             before = self._load(fmt, spec, cache)
             values = self._values(fmt, spec, "normal", 6, dtype)
             slots = torch.tensor([0, 3 * block - 1, 0, 0, block, 0])
@@ -462,7 +509,8 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         """
         for block in self.sizes["blocks"]:
             for heads in self.sizes["kv_heads"]:
-                layout = self.layout(self.build(), self.spec_of(heads, small=True), block)
+                spec = self.spec_of(heads, small=True)
+                layout = self.layout(self.build(), spec, block)
                 if layout is None:
                     continue
                 assert layout.block == block, f"the layout for blocks of {block} tokens has block={layout.block}"
@@ -485,13 +533,15 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         block = self.block()
         sizes = {}
         for dim_v in self.sizes["dims"]:
-            layout = self.layout(self.build(), replace(spec, dim_v=dim_v), block)
+            changed = replace(spec, dim_v=dim_v)
+            layout = self.layout(self.build(), changed, block)
             if layout is not None:
                 sizes[dim_v] = layout.bytes
         if not sizes:
             pytest.skip("its layout refuses values in the keys")
         assert len(set(sizes.values())) == 1, f"bytes of a block by dim_v: {sizes}"
-        separate = self.layout(self.build(), replace(spec, dim_v=spec.dim_qk, v_in_k=False), block)
+        plain = replace(spec, dim_v=spec.dim_qk, v_in_k=False)
+        separate = self.layout(self.build(), plain, block)
         if separate is not None:
             assert max(sizes.values()) < separate.bytes, "a block is as large as with separate values"
 
@@ -506,7 +556,8 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         for dtype in self.dtypes():
             cache = self.cache(fmt.layout(spec, block), 3)
             k, v = self._values(fmt, spec, "normal", block, dtype)
-            slots, blocks = (torch.arange(n, device=self.place()) for n in (block, 3))
+            slots = torch.arange(block, device=self.place())
+            blocks = torch.arange(3, device=self.place())
             with waits(self.place()) as found:
                 fmt.store(cache, k, v, slots)
             no_wait(found, "store()")
@@ -519,7 +570,8 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         """Check that one instance that serves layers of different sizes stores the same as an instance per layer."""
         specs = (self.spec_of(4), self.spec_of(1, small=True))
         shared = self.build()
-        expected = self._of_layers((self.build(), self.build()), specs)
+        formats = (self.build(), self.build())
+        expected = self._of_layers(formats, specs)
         found = self._of_layers((shared, shared), specs)
         for i, (layer, expected_layer) in enumerate(zip(found, expected, strict=True)):
             for name, x, y in zip("kv", layer, expected_layer, strict=True):
@@ -531,18 +583,27 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         layers = list(zip(formats, specs, strict=True))
         caches = [self.cache(fmt.layout(spec, self.block()), 6) for fmt, spec in layers]
         for (fmt, spec), cache in zip(layers, caches, strict=True):
-            values = self._values(fmt, spec, "normal", 6, self.dtypes()[0])
-            fmt.store(cache, *values, torch.arange(6, device=self.place()))
-        return [self._load(fmt, spec, cache) for (fmt, spec), cache in zip(layers, caches, strict=True)]
+            dtype = self.dtypes()[0]
+            values = self._values(fmt, spec, "normal", 6, dtype)
+            slots = torch.arange(6, device=self.place())
+            fmt.store(cache, *values, slots)
+        loaded = []
+        for (fmt, spec), cache in zip(layers, caches, strict=True):
+            loaded.append(self._load(fmt, spec, cache))
+        return loaded
 
 
 def _all_values(dtype: torch.dtype) -> Tensor:
     """Return every value of a 16-bit dtype, or random and extreme values of float32."""
     if dtype != torch.float32:
-        return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+        codes = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+        return codes.view(dtype)
     torch.manual_seed(1)
-    values = torch.randint(-(1 << 31), 1 << 31, (1 << 16,)).to(torch.int32).view(torch.float32)
-    return torch.cat([values, _edges(dtype, dtype), torch.tensor([torch.inf, -torch.inf, torch.nan])])
+    codes = torch.randint(-(1 << 31), 1 << 31, (1 << 16,)).to(torch.int32)
+    values = codes.view(torch.float32)
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    parts = [values, _edges(dtype, dtype), special]
+    return torch.cat(parts)
 
 
 def _edges(dtype: torch.dtype, stored: torch.dtype) -> Tensor:
@@ -554,25 +615,29 @@ def _edges(dtype: torch.dtype, stored: torch.dtype) -> Tensor:
     eps = max(info.eps for info in infos)
     values = [0.0, -0.0, most, -most, most / 2, least, -least, least / 2, subnormal, -subnormal, 3 * subnormal]
     values += [1.0, -1.0, 1 + eps, 1 - eps, 257.0]
-    return _cast_within(torch.tensor(values, dtype=torch.float64), most, dtype).float()
+    exact = torch.tensor(values, dtype=torch.float64)
+    return _cast_within(exact, most, dtype).float()
 
 
 def _cast_within(x: Tensor, most: float, dtype: torch.dtype) -> Tensor:
     """Cast numbers to a dtype, but not above ``most``: the cast of 65504 to bfloat16 is 65536."""
     x = x.clamp(-most, most).to(dtype)
     rounded_up = x.float().abs() > most
-    return torch.where(rounded_up, x * (1 - torch.finfo(dtype).eps), x)
+    smaller = x * (1 - torch.finfo(dtype).eps)
+    return torch.where(rounded_up, smaller, x)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors of the same shape have the same bits."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    bits = a.contiguous().view(torch.uint8)
+    return torch.equal(bits, b.contiguous().view(torch.uint8))
 
 
 def _assert_bits(name: str, loaded: Tensor, stored: Tensor) -> None:
     """Fail unless loaded values have the bits of the stored ones; any NaN equals any other NaN."""
     ints = {2: torch.int16, 4: torch.int32}[stored.element_size()]
-    differ = loaded.contiguous().view(ints) != stored.contiguous().view(ints)
+    bits = loaded.contiguous().view(ints)
+    differ = bits != stored.contiguous().view(ints)
     wrong = differ & ~(loaded.isnan() & stored.isnan())
     if wrong.any():
         index = tuple(wrong.nonzero()[0].tolist())

@@ -81,7 +81,8 @@ class KVFormatSizes:
             blocks = max(-(-slots // block), -(-tokens // block) + 2)
             cache = self.cache(layout, blocks, fill=True)
             last = blocks * block - 1
-            chosen = torch.cat([torch.tensor([last]), torch.randperm(last - block)[: tokens - 1] + block])
+            parts = [torch.tensor([last]), torch.randperm(last - block)[: tokens - 1] + block]
+            chosen = torch.cat(parts)
             values = self._values(fmt, spec, "normal", tokens, dtype)
             case = f"{dtype}, {tokens} tokens in {blocks} blocks"
             self._check_store(fmt, spec, block, cache, values, chosen, case)
@@ -91,8 +92,10 @@ class KVFormatSizes:
         """Check that a later ``load`` does not change the result of an earlier one, which a back end may still use."""
         spec = self.spec_of(small=True)
         fmt = self.build()
-        cache = self.cache(fmt.layout(spec, self.block()), 6, fill=True)
-        first, second = (torch.tensor(blocks, device=self.place()) for blocks in ([1, 2], [4, 3]))
+        layout = fmt.layout(spec, self.block())
+        cache = self.cache(layout, 6, fill=True)
+        first = torch.tensor([1, 2], device=self.place())
+        second = torch.tensor([4, 3], device=self.place())
         for dtype in (torch.float32, torch.bfloat16):
             loaded = fmt.load(cache, first, dtype)
             copies = [x.clone() for x in loaded]

@@ -33,7 +33,8 @@ def key_of(number: int) -> bytes:
 
 def page_of(number: int, size: int) -> np.ndarray:
     """Return a page, uint8 [size], whose contents differ for each ``number``."""
-    return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
+    generator = np.random.default_rng(number)
+    return generator.integers(0, 256, size, dtype=np.uint8)
 
 
 class _StoreMachine(RuleBasedStateMachine):
@@ -53,7 +54,8 @@ class _StoreMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 12), size=st.sampled_from(SIZES))
     def put(self, number: int, size: int) -> None:
-        key, page = key_of(number), page_of(100 * number + size, size)
+        key = key_of(number)
+        page = page_of(100 * number + size, size)
         if key in self.pages:
             return
         given = page.copy()
@@ -111,7 +113,8 @@ class _StoreMachine(RuleBasedStateMachine):
         """Close the store and open it again.  Dropped pages may return then."""
         self.store.close()
         self.store = self.suite.build(self.suite.context_of(self.model))
-        self.store.drop([key for key in dict(self.store.keys()) if key not in self.pages])
+        unknown = [key for key in dict(self.store.keys()) if key not in self.pages]
+        self.store.drop(unknown)
         self.seen["opened"] += 1
         self.compare()
 
@@ -218,12 +221,16 @@ class KVStoreConformance(Lasting, SpecConformance):
     @since(1, 0)
     def test_models_and_ranks_share_no_page(self) -> None:
         """Check that a page that was stored for one model or one rank is never returned to another."""
-        contexts = [self.context_of(MODEL), self.context_of(OTHER), *(self.context_of(MODEL, r, 2) for r in (0, 1))]
+        contexts = [self.context_of(MODEL), self.context_of(OTHER)]
+        contexts += [self.context_of(MODEL, rank, 2) for rank in (0, 1)]
         stores = [self.build(ctx) for ctx in contexts]
         for i, store in enumerate(stores):
             store.put(key_of(i), page_of(i, 500))
         for i, store in enumerate(stores):
-            foreign = [j for j in range(len(stores)) if j != i and store.get(key_of(j)) is not None]
+            foreign = []
+            for j in range(len(stores)):
+                if j != i and store.get(key_of(j)) is not None:
+                    foreign.append(j)
             assert not foreign, f"the store of {contexts[i]} has a page of {contexts[foreign[0]]}"
         for store in stores:
             store.close()
@@ -248,7 +255,8 @@ class KVStoreConformance(Lasting, SpecConformance):
 
         The pages that it returns can be read.  It may also return none.
         """
-        first, second = self.build(*self.context()), self.build(*self.context())
+        first = self.build(*self.context())
+        second = self.build(*self.context())
         assert not first.look() and not second.look(), "look found pages, and there are none"
         for number in range(5):
             first.put(key_of(number), page_of(number, 600))
@@ -282,7 +290,8 @@ class KVStoreConformance(Lasting, SpecConformance):
         store.close()
         store = self.build(*self.context())
         found = {name: list(kept) for name, kept in store.names().items()}
-        assert found == {"a/b .. \u00e9": keys[:2], "second": keys}, f"names returned {found}"
+        expected = {"a/b .. \u00e9": keys[:2], "second": keys}
+        assert found == expected, f"names returned {found}"
         other = self.build(self.context_of(OTHER))
         assert not other.names(), "another model has the names"
         assert store.mark("second", None) is True and store.mark("third", None) is True

@@ -36,7 +36,7 @@ NEW_TOKENS = 32
 LARGEST = 3_000_000  # most parameters of a test model, because hundreds of models are built
 # config variants that must be implemented, not refused, if the config class has the field
 MUST_SERVE = ("mha", "mqa", "one layer", "three layers", "64 tokens", "tied")
-FLOATS = ("float32", "bfloat16", "float16")  # the most precise dtype first
+FLOATS = ("float32", "bfloat16", "float16")  # floating dtypes to test, the most precise one first
 Judgement = tuple[str, str]  # (status: "equal" | "refused" | "no such config" | "wrong", reason)
 
 
@@ -64,7 +64,10 @@ class ModelConformance(ModelTaps, ModelStates):
         """Return architecture name -> model class of transformers.  By default the class has the claimed name."""
         import transformers
 
-        limit = {} if self.spec.limits == ANY else self.spec.limits.get("architecture")
+        if self.spec.limits == ANY:
+            limit = {}
+        else:
+            limit = self.spec.limits.get("architecture")
         if not isinstance(limit, (set, frozenset)) or not limit:
             pytest.skip("claims no architecture by name: override families()")
         unknown = sorted(name for name in limit if not hasattr(transformers, name))
@@ -134,8 +137,12 @@ class ModelConformance(ModelTaps, ModelStates):
         if size <= LARGEST:
             return
         not_sizes = ("_token_id", "max_position_embeddings", "model_max_length")
-        numbers = {k: v for k, v in cfg.to_dict().items() if type(v) is int and v > 64}
-        large = ", ".join(f"{k}={v}" for k, v in sorted(numbers.items()) if not k.endswith(not_sizes))
+        numbers = {}
+        for k, v in cfg.to_dict().items():
+            if type(v) is int and v > 64:
+                numbers[k] = v
+        parts = (f"{k}={v}" for k, v in sorted(numbers.items()) if not k.endswith(not_sizes))
+        large = ", ".join(parts)
         pytest.fail(
             f"config() makes a {cls.__name__} of {size:,} parameters, expected at most {LARGEST:,}: override config() "
             f"and set these fields to small values: {large}",
@@ -173,7 +180,8 @@ class ModelConformance(ModelTaps, ModelStates):
         if off.max() <= case.tolerance:
             return ""
         position, token = divmod(int(off.argmax()), off.shape[1])
-        first = int((off > case.tolerance).any(-1).nonzero()[0])
+        wrong = (off > case.tolerance).any(-1)
+        first = int(wrong.nonzero()[0])
         return (
             f"the logit of token {token} at position {position} is {got[position, token]:.5f}, transformers computes "
             f"{case.want[position, token]:.5f} (tolerance {case.tolerance:.1e}; wrong from position {first} on)"
@@ -205,7 +213,8 @@ class ModelConformance(ModelTaps, ModelStates):
     def _judge(self, case: ModelCase, path: Path, values: Mapping[str, Any], cuts: Sequence[int]) -> Judgement:
         try:
             harness = self.harness(path, max_len=len(PROMPT))  # the rope type "dynamic" depends on the longest sequence
-            wrong = self.difference(harness.step({0: PROMPT})[0], case)
+            got = harness.step({0: PROMPT})[0]
+            wrong = self.difference(got, case)
             if not wrong and cuts:
                 wrong = self.difference(harness.chunked(1, PROMPT, cuts), case)
                 wrong = wrong and f"cut before {list(cuts)}: {wrong}"
@@ -220,13 +229,17 @@ class ModelConformance(ModelTaps, ModelStates):
 
     def named_variants(self) -> dict[str, Mapping[str, Any]]:
         """Return the variants of all axes as one dict, name of a variant -> fields to set."""
-        return {name: values for axis in self.variants().values() for name, values in axis.items()}
+        found = {}
+        for axis in self.variants().values():
+            found |= axis
+        return found
 
     def verdicts(self, cls: Any, tmp_path: Path) -> dict[str, Judgement]:
         """Return (status, reason) of the plain config and of each variant alone, by name (see ``judge``)."""
         found = {}
         for i, (name, values) in enumerate({"the plain config": {}, **self.named_variants()}.items()):
-            found[name] = self.judge(cls, tmp_path / f"{cls.__name__}-{i}", values, (5, 6, 23))
+            cuts = (5, 6, 23)
+            found[name] = self.judge(cls, tmp_path / f"{cls.__name__}-{i}", values, cuts)
         return found
 
     # ---- equal to transformers -----------------------------------------------------------------------------------
@@ -244,8 +257,14 @@ class ModelConformance(ModelTaps, ModelStates):
             )
             status, why = self.judge(cls, tmp_path / name, {})
             assert status == "equal", f"{name}, plain config: {status}, {why}"
-        limit = {} if self.spec.limits == ANY else self.spec.limits["model_type"]
-        rest = sorted(limit - served) if isinstance(limit, (set, frozenset)) else []
+        if self.spec.limits == ANY:
+            limit = {}
+        else:
+            limit = self.spec.limits["model_type"]
+        if isinstance(limit, (set, frozenset)):
+            rest = sorted(limit - served)
+        else:
+            rest = []
         assert not rest, f"claims model_type {rest}, but no architecture of that type"
 
     @since(1, 0)
@@ -296,7 +315,8 @@ class ModelConformance(ModelTaps, ModelStates):
                 case = self.case(cls, tmp_path / f"{name}-{seed}", seed=seed)
                 tokens = self.harness(case.path).greedy(0, PROMPT, NEW_TOKENS)
                 want = logits(case.hf, PROMPT + tokens)[len(PROMPT) - 1 : -1]
-                taken = want.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                ids = torch.tensor(tokens)[:, None]
+                taken = want.gather(1, ids)[:, 0]
                 short = want.max(-1).values - taken
                 late = int((short > case.tolerance).float().argmax())
                 assert (short <= case.tolerance).all(), (
@@ -329,7 +349,8 @@ class ModelConformance(ModelTaps, ModelStates):
         every, _ = harness.logits({2: PROMPT, 3: [9]})
         off = float((got - every[indices]).abs().max())
         assert off <= tolerance, f"logits of the requested tokens are off by {off:.1e} (tolerance {tolerance:.1e})"
-        with_indices, without = (harness.step({slot: [5]})[slot] for slot in (0, 2))
+        with_indices = harness.step({0: [5]})[0]
+        without = harness.step({2: [5]})[2]
         off = float((with_indices - without).abs().max())
         assert off <= tolerance, f"after a step with indices, logits are off by {off:.1e} (tolerance {tolerance:.1e})"
 
@@ -363,7 +384,8 @@ class ModelConformance(ModelTaps, ModelStates):
             {2: PROMPT[6:12], 3: [8], 4: [6, 6], 5: [11, 12, 13]},
             {2: PROMPT[12:], 4: [1] * 7, 5: [2]},
         )
-        return torch.cat([harness.step(feed)[2] for feed in feeds])
+        parts = [harness.step(feed)[2] for feed in feeds]
+        return torch.cat(parts)
 
     @since(1, 0)
     def test_a_long_sequence_is_right_to_its_end(self, tmp_path: Path) -> None:
@@ -374,11 +396,15 @@ class ModelConformance(ModelTaps, ModelStates):
         tokens = (PROMPT * 15)[:700]
         for name, cls in self.families().items():
             hf = self.case(cls, tmp_path / name, max_position_embeddings=1024).hf
-            half = self.values("dtype", "bfloat16") if self.long else ()
+            if self.long:
+                half = self.values("dtype", "bfloat16")
+            else:
+                half = ()
             for dtype in {self.dtype(), *half}:
                 case = self.case_of(tmp_path / name, hf, tokens, dtype)
                 harness = self.harness(case.path, dtype=dtype, max_len=704, slots=2)
-                got = harness.chunked(1, tokens, (130, 131, 500))
+                cuts = (130, 131, 500)
+                got = harness.chunked(1, tokens, cuts)
                 self.check_logits(got, case, f"{name} in {dtype}, 700 tokens")
 
     @since(1, 0)
@@ -391,14 +417,20 @@ class ModelConformance(ModelTaps, ModelStates):
         """
         for name, cls in self.families().items():
             for dtype in self.values("dtype", "bfloat16", "float16"):
-                ours, theirs = [], []
+                ours = []
+                theirs = []
                 for seed in range(8 if self.long else 2):
                     path = tmp_path / f"{name}-{dtype}-{seed}"
-                    save(tiny_model(self.config(cls), seed, cls).to(getattr(torch, dtype)), path)
+                    model = tiny_model(self.config(cls), seed, cls)
+                    save(model.to(getattr(torch, dtype)), path)
                     want = logits(self._reload(path, cls), PROMPT)
-                    theirs.append(logits(self._reload(path, cls, dtype), PROMPT) - want)
-                    ours.append(self.harness(path, dtype=dtype).step({0: PROMPT})[0].cpu() - want)
-                error, allowed = _median_rms(ours), _median_rms(theirs)
+                    their = logits(self._reload(path, cls, dtype), PROMPT) - want
+                    theirs.append(their)
+                    harness = self.harness(path, dtype=dtype)
+                    got = harness.step({0: PROMPT})[0]
+                    ours.append(got.cpu() - want)
+                error = _median_rms(ours)
+                allowed = _median_rms(theirs)
                 assert error <= 2 * allowed + 1e-3, (
                     f"{name} in {dtype}: error {error:.2e}, that of transformers is {allowed:.2e}"
                 )
@@ -430,7 +462,8 @@ class ModelConformance(ModelTaps, ModelStates):
             seen = Seen()
             for tensor in edits(case.path, lambda t: t + 0.3 * torch.randn(t.shape)):
                 got = self.harness(case.path).step({0: PROMPT})[0]
-                changed = self.case_of(case.path, self._reload(case.path, type(case.hf)))
+                reloaded = self._reload(case.path, type(case.hf))
+                changed = self.case_of(case.path, reloaded)
                 self.check_logits(got, changed, f"{name}: after a change of {tensor}")
                 effect = (changed.want - case.want).abs().max()
                 seen["effect"] += bool(effect > 10 * changed.tolerance)
@@ -516,7 +549,10 @@ class ModelConformance(ModelTaps, ModelStates):
         """
         for name, cls in self.families().items():
             seen = Seen()
-            changes = [c for c in self._changes(cls) if not any(k.startswith("_") for k in c)]
+            changes = []
+            for c in self._changes(cls):
+                if not any(k.startswith("_") for k in c):
+                    changes.append(c)
             for i, values in enumerate(changes, 1):
                 status, why = self.judge(cls, tmp_path / f"{name}-{i}", values)
                 seen[status] += 1
@@ -545,14 +581,17 @@ class ModelConformance(ModelTaps, ModelStates):
         """
         for name, cls in self.families().items():
             for variant in ("the plain config", "three layers", "mqa"):
-                self._check_specs(self.config(cls, **self.named_variants().get(variant, {})), f"{name}, {variant}")
+                cfg = self.config(cls, **self.named_variants().get(variant, {}))
+                self._check_specs(cfg, f"{name}, {variant}")
 
     def _check_specs(self, cfg: Any, label: str) -> None:
         """Fail unless the specs that ``attention`` returns are those of the layers that are built from the config."""
-        specs, states = list(self.build().attention(cfg)), list(self.build().states(cfg))
+        specs = list(self.build().attention(cfg))
+        states = list(self.build().states(cfg))
         parts = self.harness(Path("nowhere"), cfg=cfg, load_format="dummy").parts
         count = f"{len(specs)} specs" + (f", and states() {len(states)} states," if states else "")
-        assert len(specs) + len(states) == cfg.num_hidden_layers, (
+        found = len(specs) + len(states)
+        assert found == cfg.num_hidden_layers, (
             f"{label}: attention() returns {count} for {cfg.num_hidden_layers} layers"
         )
         built = [layer.spec for layer in parts.layers]
@@ -574,4 +613,5 @@ def _surplus(names: list[str]) -> set[str]:
 
 def _median_rms(errors: list[Tensor]) -> float:
     """Return the median over tokens of the root mean square of a token's errors [tokens, vocabulary]."""
-    return float(torch.cat(errors).square().mean(-1).sqrt().median())
+    mean_square = torch.cat(errors).square().mean(-1)
+    return float(mean_square.sqrt().median())

@@ -32,8 +32,12 @@ def other_values(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return [value + 1, value * 2] if value else [1]
-    return [value * 1.5 + 0.05] if isinstance(value, float) else []
+        if value:
+            return [value + 1, value * 2]
+        return [1]
+    if isinstance(value, float):
+        return [value * 1.5 + 0.05]
+    return []
 
 
 def record_reads(cfg: Any) -> set[str]:
@@ -52,7 +56,8 @@ def record_reads(cfg: Any) -> set[str]:
 def logits(hf: Any, tokens: Sequence[int]) -> Tensor:
     """Return the logits that a model of transformers computes, float32 [tokens, vocabulary]."""
     with torch.inference_mode():
-        return hf(torch.tensor([list(tokens)])).logits[0].float()
+        output = hf(torch.tensor([list(tokens)]))
+        return output.logits[0].float()
 
 
 def unstable(hf: Any, tokens: Sequence[int], limit: float) -> bool:
@@ -63,11 +68,13 @@ def unstable(hf: Any, tokens: Sequence[int], limit: float) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def add_noise(module: Any, args: Any, out: Tensor) -> Tensor:
-        return out * (1 + 1e-5 * torch.randn(out.shape, generator=generator).to(out))
+        noise = torch.randn(out.shape, generator=generator).to(out)
+        return out * (1 + 1e-5 * noise)
 
     want = logits(hf, tokens)
     handle = hf.get_input_embeddings().register_forward_hook(add_noise)
     try:
-        return any(float((logits(hf, tokens) - want).abs().max()) > limit for _ in range(8))
+        differences = ((logits(hf, tokens) - want).abs().max() for _ in range(8))
+        return any(float(difference) > limit for difference in differences)
     finally:
         handle.remove()

@@ -54,7 +54,9 @@ class ModelStates(Conformance):
             model.step({0: TOKENS[:9]})
             model.copy(0, 1)
             found = model.step({0: TOKENS[9:14], 1: OTHER[9:14]})
-            found = {slot: torch.cat([x, model.step({slot: [17, 4]})[slot]]) for slot, x in found.items()}
+            for slot, x in found.items():
+                later = model.step({slot: [17, 4]})[slot]
+                found[slot] = torch.cat([x, later])
             for slot, rest in ((0, TOKENS[9:14]), (1, OTHER[9:14])):
                 want = logits(case.hf, [*TOKENS[:9], *rest, 17, 4])[9:]
                 _near(found[slot], want, case, f"{name}, {'copy' if slot else 'source'} of a state")
@@ -102,10 +104,13 @@ class ModelStates(Conformance):
                 _near(got[: 1 + accepted], want[10:end], case, what)
                 early = not _is_unwritten(model, model.checkpoint(0))
                 assert not early, f"{what}: a checkpoint at 13 was made of drafts"
-                _near(model.draft(0, TOKENS[end : end + 2], 2), want[end : end + 2], case, f"{what}, the next drafts")
-                _near(model.step({0: TOKENS[end + 2 : 30]})[0], want[end + 2 : 30], case, f"{what}, later tokens")
+                got = model.draft(0, TOKENS[end : end + 2], 2)
+                _near(got, want[end : end + 2], case, f"{what}, the next drafts")
+                got = model.step({0: TOKENS[end + 2 : 30]})[0]
+                _near(got, want[end + 2 : 30], case, f"{what}, later tokens")
                 model.restore(1, 0, 13, of=0)
-                _near(model.step({1: TOKENS[13:20]})[1], want[13:20], case, f"{what}, a checkpoint at 13")
+                got = model.step({1: TOKENS[13:20]})[1]
+                _near(got, want[13:20], case, f"{what}, a checkpoint at 13")
 
     @since(2, 4)
     def test_a_step_writes_only_the_states_of_its_rows(self, tmp_path: Path) -> None:
@@ -120,13 +125,17 @@ class ModelStates(Conformance):
             model.step({2: TOKENS[4:6]})
             model.states.save_at.fill_(-1)  # cancels the checkpoints; their indices in ``save_to`` stay
             model.stopped = {1}
-            before = [{part: x.clone() for part, x in memory.items()} for memory in model.states.memory]
+            before = []
+            for memory in model.states.memory:
+                copies = {part: x.clone() for part, x in memory.items()}
+                before.append(copies)
             found = model.step({0: TOKENS[9:12], 1: [3], 2: TOKENS[6:9]})
             model.stopped = set()
             written = {0, 2, model.states.slots - 1}
             for layer, memory in enumerate(model.states.memory):
                 for part, x in memory.items():
-                    same = torch.isclose(x, before[layer][part], 0, 0, equal_nan=True).flatten(1).all(1)
+                    same = torch.isclose(x, before[layer][part], 0, 0, equal_nan=True)
+                    same = same.flatten(1).all(1)
                     wrong = sorted(set((~same).nonzero()[:, 0].tolist()) - written)
                     assert not wrong, f"{name}, recurrent layer {layer}, {part}: states {wrong} of no row were written"
             for slot, first, last in ((0, 9, 12), (2, 6, 9)):
@@ -144,13 +153,15 @@ class ModelStates(Conformance):
             model.states.valid[0] += 1
             found = model.step({0: TOKENS[9:12], 1: OTHER[7:12]})
             assert found[0].isnan().all(), f"{name}: a row with an unusable state has logits that are numbers"
-            _near(found[1], logits(case.hf, OTHER[:12])[7:], case, f"{name}, beside an unusable state")
+            want = logits(case.hf, OTHER[:12])[7:]
+            _near(found[1], want, case, f"{name}, beside an unusable state")
 
 
 def _is_unwritten(model: Harness, index: int) -> bool:
     """Return whether all tensors of a state are NaN."""
     assert model.states is not None
-    return all(bool(x[index].isnan().all()) for memory in model.states.memory for x in memory.values())
+    tensors = [x for memory in model.states.memory for x in memory.values()]
+    return all(bool(x[index].isnan().all()) for x in tensors)
 
 
 def _near(got: Tensor, want: Tensor, case: Any, what: str) -> None:

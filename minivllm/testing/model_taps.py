@@ -123,7 +123,8 @@ class ModelTaps(SpecConformance):
         plain = Passed({point: width})
         logits = self._tapped_logits(harness, plain)
         own = plain.found[-1][1].int()
-        same = self._tapped_logits(harness, Gives({point: width}, {point: own}))
+        taps = Gives({point: width}, {point: own})
+        same = self._tapped_logits(harness, taps)
         assert torch.equal(same, logits), f"{name}: the router's own experts, given at {point}, change the logits"
         other = own.flip(0).contiguous()
         other[1] = -1

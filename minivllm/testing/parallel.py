@@ -45,7 +45,8 @@ def run_parallel(
     The arguments and outcomes are those of ``session.run``.  A test that ends its process has failed, and the next
     test gets a new process.  The same holds after a fault of the GPU, because the process cannot use it any more.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes alone use all cores
+    # torch uses one thread per process, because the processes alone use all cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     how = dict(device=device, profile=profile, seed=seed, select=select, known=dict(known or {}))
     free: SimpleQueue[_Child] = SimpleQueue()
     children = [_Child(how) for _ in range(processes)]
@@ -66,7 +67,7 @@ def run_parallel(
                 jobs.append([threads.submit(outcomes, plugin, name) for name in tests_of(plugin[0])])
             for plugin, futures in zip(plugins, jobs, strict=True):
                 yield plugin, [outcome for future in futures for outcome in future.result()]
-        finally:  # also if the caller stops early
+        finally:  # stop the processes also if the caller stops early
             threads.shutdown(cancel_futures=True)
             for child in children:
                 child.end()
@@ -76,14 +77,17 @@ class _Child:
     """A process that runs tests.  It starts with the first test, and is replaced after it has ended."""
 
     def __init__(self, how: Mapping[str, Any]) -> None:
-        self.how, self.process, self.pipe = how, None, None
+        self.how = how
+        self.process = None
+        self.pipe = None
 
     def run(self, plugin: tuple[str, str], name: str) -> list[Outcome]:
         """Return the outcomes of one test of a plug-in."""
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.pipe, remote = context.Pipe()
-            self.process = context.Process(target=_serve, args=(remote, self.how, list(sys.path)))
+            args = (remote, self.how, list(sys.path))
+            self.process = context.Process(target=_serve, args=args)
             self.process.start()
             remote.close()  # closed here too, so that the end of the process closes the pipe
         try:
@@ -91,7 +95,8 @@ class _Child:
             answer, gpu_works = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            code, self.process = self.process.exitcode, None
+            code = self.process.exitcode
+            self.process = None
             return [Outcome(*plugin, name, "failed", 0.0, f"it ended its process, with exit code {code}")]
         if not gpu_works:
             self.end()

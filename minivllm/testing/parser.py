@@ -49,7 +49,9 @@ def fits(name: str, arguments: Any) -> bool:
     types = {"string": str, "integer": int}
     declared = FUNCTIONS[name]["properties"]
     known = isinstance(arguments, dict) and arguments.keys() <= declared.keys()
-    return known and all(type(value) is types[declared[key]["type"]] for key, value in arguments.items())
+    if not known:
+        return False
+    return all(type(value) is types[declared[key]["type"]] for key, value in arguments.items())
 
 
 class ParserConformance(Lasting, SpecConformance):
@@ -67,7 +69,8 @@ class ParserConformance(Lasting, SpecConformance):
 
     def exercise(self, instance: ReplyParser) -> Any:
         """Return the reasoning, content and calls that the parser finds in a few texts."""
-        return [self.read(instance, text, ReplyContext(FUNCTIONS)) for text in self.texts(instance, 5, 0)]
+        request = ReplyContext(FUNCTIONS)
+        return [self.read(instance, text, request) for text in self.texts(instance, 5, 0)]
 
     def once_more(self, instance: ReplyParser, number: int) -> None:
         """Parse a new text."""
@@ -86,8 +89,12 @@ class ParserConformance(Lasting, SpecConformance):
         rng = random.Random(seed)
         found = []
         for number in range(count):
-            prose = " ".join(rng.choices((*WORDS, *parser.tags()), k=8))
-            text = None if number % 4 == 3 else self.written(parser, rng.choice(WORDS), self.calls(rng))
+            parts = rng.choices((*WORDS, *parser.tags()), k=8)
+            prose = " ".join(parts)
+            if number % 4 == 3:
+                text = None
+            else:
+                text = self.written(parser, rng.choice(WORDS), self.calls(rng))
             text = text or prose
             if number % 4 == 1:
                 at = rng.randrange(len(text))
@@ -181,7 +188,8 @@ class ParserConformance(Lasting, SpecConformance):
             spelling = Spelling(parser.format, walker.ids)
             if not writes(spelling):
                 continue
-            source = reply_grammar(spelling, [Function(name, schema) for name, schema in CLOSED.items()], FORCED)
+            functions = [Function(name, schema) for name, schema in CLOSED.items()]
+            source = reply_grammar(spelling, functions, FORCED)
             compiled = walker.compiled(source)
             texts = [walker.walk(compiled, rng) for _ in range(100 if self.long else 10)]
             for text in filter(None, texts):
@@ -207,5 +215,6 @@ class ParserConformance(Lasting, SpecConformance):
         """Check that prose without tags is returned unchanged as content, and at once."""
         parser = self.build()
         reply = parser.start(ReplyContext(FUNCTIONS))
-        reported = "".join(part.text for piece in PROSE for part in reply.feed(piece) if isinstance(part, Said))
+        parts = (part.text for piece in PROSE for part in reply.feed(piece) if isinstance(part, Said))
+        reported = "".join(parts)
         assert reported.strip() == PROSE.strip(), f"found the content {reported!r}"

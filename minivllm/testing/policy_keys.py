@@ -20,7 +20,7 @@ LATE = (0.0, 1e3, 7e4, 2.0e6, 2.2e6, 1e7)
 MILLION, AT_ONCE = 10**6, 1 << 10  # many tokens of a request, and number of requests that arrive together
 # numbers of groups of AT_ONCE requests: more than 2**16 requests, in the long profile 2**24
 CROWDS, LONG_CROWDS = 80, 1 << 14
-GAP = 1e-3  # seconds between the arrivals of two requests
+GAP = 1e-3  # time in seconds between the arrivals of two requests
 PLAIN = {"prompt": 7, "known": 7, "max_out": 7, "predicted_out": 7, "priority": 0, "tenant": 0}
 LARGE = {**PLAIN, "prompt": MILLION, "known": MILLION, "max_out": MILLION // 2, "predicted_out": MILLION // 2}
 
@@ -88,9 +88,11 @@ class PolicyKeys:
         self.need("starvation_free")
         keys = []
         for at in LATE:
-            view = frozen(arrivals(np.array([at]), ttft_due=np.array([at + due])))
+            due_times = np.array([at + due])
+            view = frozen(arrivals(np.array([at]), ttft_due=due_times))
             keys += check_key(self._new_policy().key(view), view)
-        shown = ", ".join(f"{key:g} at {at:g} s" for at, key in zip(LATE, keys, strict=True))
+        parts = (f"{key:g} at {at:g} s" for at, key in zip(LATE, keys, strict=True))
+        shown = ", ".join(parts)
         assert np.isfinite(keys).all(), f"key() returned {shown}: expected finite numbers"
         assert keys == sorted(keys), f"key() returned {shown}: later requests overtake earlier ones"
 
@@ -133,9 +135,12 @@ class PolicyKeys:
 
     def _keys_of(self, *requests: Mapping[str, Any], dtype: Any = np.int32) -> list[float]:
         """Return the keys that a new policy gives to requests that arrive in one call."""
-        columns = {name: np.array([r[name] for r in requests], dtype) for name in requests[0]}
+        columns = {}
+        for name in requests[0]:
+            columns[name] = np.array([r[name] for r in requests], dtype)
         view = arrivals(np.arange(len(requests), dtype=np.float64), **columns)
-        return check_key(self._new_policy().key(frozen(view)), view)
+        result = self._new_policy().key(frozen(view))
+        return check_key(result, view)
 
     def _after_much_work(self) -> None:
         """Check that a policy's count of a tenant's work neither stops nor wraps around after many requests."""
@@ -164,7 +169,9 @@ class PolicyKeys:
         """
         keys = []
         for values in requests:
-            columns = {name: np.array([value], DTYPES.get(name, np.int32)) for name, value in values.items()}
+            columns = {}
+            for name, value in values.items():
+                columns[name] = np.array([value], DTYPES.get(name, np.int32))
             view = arrivals(columns.pop("arrival", np.zeros(1)), **columns)
             keys += check_key(policy.key(frozen(view)), view)
         return keys

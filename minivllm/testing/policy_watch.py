@@ -63,7 +63,9 @@ class Taken(QueueView):
 
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__(self, "__dict__")
-        return getattr(own["_view"], name)[own["_index"]] if name in COLUMNS else object.__getattribute__(self, name)
+        if name in COLUMNS:
+            return getattr(own["_view"], name)[own["_index"]]
+        return object.__getattribute__(self, name)
 
     def __len__(self) -> int:
         return len(self.__dict__["_index"])
@@ -83,7 +85,8 @@ def arrivals(arrival: np.ndarray, **columns: np.ndarray) -> QueueView:
     usual = dict.fromkeys(("computed", "cached", "priority", "tenant", "preempted", "blocks"), 0)
     usual |= dict.fromkeys(("prompt", "known", "predicted_out", "max_out"), 7)
     numbers: dict[str, np.ndarray] = {name: np.full(n, value, np.int32) for name, value in usual.items()}
-    due = {"ttft_due": np.full(n, np.inf), "tpot_due": np.full(n, np.inf)}
+    never = np.full(n, np.inf)
+    due = {"ttft_due": never, "tpot_due": never.copy()}
     return QueueView(**{"id": np.arange(n), "arrival": arrival, **numbers, **due, **columns})
 
 

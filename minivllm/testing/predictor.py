@@ -49,10 +49,15 @@ def requests(count: int) -> Iterator[tuple[RequestFacts, int]]:
     """Yield (request, number of tokens of its answer): many sizes, with and without facts that a client may omit."""
     g = np.random.default_rng(3)
     for i in range(count):
-        length = EDGES[i] if i < len(EDGES) else int(g.integers(1, MAX_LEN // 2))
+        if i < len(EDGES):
+            length = EDGES[i]
+        else:
+            length = int(g.integers(1, MAX_LEN // 2))
         tokens = int(g.integers(1, MAX_LEN - length + 1))
-        more: dict[str, Any] = {"expected": [None, 1, tokens][i % 3], "truth": tokens if i % 2 else None}
-        yield facts(i, length, **more, session=[0, i % 4 + 1][i % 2]), tokens
+        expected = [None, 1, tokens][i % 3]
+        more: dict[str, Any] = {"expected": expected, "truth": tokens if i % 2 else None}
+        session = [0, i % 4 + 1][i % 2]
+        yield facts(i, length, **more, session=session), tokens
 
 
 class PredictorConformance(Lasting, SpecConformance):
@@ -117,10 +122,11 @@ class PredictorConformance(Lasting, SpecConformance):
     @since(1, 0)
     def test_equal_histories_give_equal_predictions(self) -> None:
         """Check that two instances with the same seed and the same calls predict the same, so that runs repeat."""
-        one, other = self.build(*self.context()), self.build(*self.context())
-        assert self.played(one, 80) == self.played(other, 80), (
-            "two instances with equal calls predict different numbers"
-        )
+        one = self.build(*self.context())
+        other = self.build(*self.context())
+        found = self.played(one, 80)
+        expected = self.played(other, 80)
+        assert found == expected, "two instances with equal calls predict different numbers"
 
     @since(1, 0)
     def test_a_call_changes_no_prompt(self) -> None:
@@ -200,14 +206,20 @@ class PredictorConformance(Lasting, SpecConformance):
             return made[0]
 
         engine = sim_engine(slots=3, max_len=60, blocks=40, budget=32, predictor=build)
-        prompts = [[i % 7 + 1, *range(1, 3 + i)] for i in range(8)]
-        requested = [request(engine, str(i), p, max_tokens=1 + 3 * i % 20, seed=i) for i, p in enumerate(prompts)]
+        prompts = []
+        for i in range(8):
+            prompts.append([i % 7 + 1, *range(1, 3 + i)])
+        requested = []
+        for i, p in enumerate(prompts):
+            max_tokens = 1 + 3 * i % 20
+            requested.append(request(engine, str(i), p, max_tokens=max_tokens, seed=i))
         for _ in range(2000):
             if not engine.busy:
                 break
             engine.step()
         at_rest(engine)
         for one in requested:
-            assert outputs(one) == [answer(one.prompt.tolist(), one.params, s.sample, 60) for s in one.sequences]
+            expected = [answer(one.prompt.tolist(), one.params, s.sample, 60) for s in one.sequences]
+            assert outputs(one) == expected
         stats = engine.stats()["predictor"]
         assert stats["failed"] == 0, f"a call failed: {stats['error']}"

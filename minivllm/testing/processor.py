@@ -70,14 +70,16 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         seen["banned"] += bool(impossible.any())
         want = self.reference(s.params, before.clone(), list(s.prompt), list(s.output))
         if want is None:
-            revived = (impossible & ~got.isneginf()).nonzero().flatten().tolist()[:8]
+            revived = impossible & ~got.isneginf()
+            revived = revived.nonzero().flatten().tolist()[:8]
             assert not revived, (
                 f"{s}: logits of -inf at tokens {revived} became {got[revived].tolist()}: a token that another "
                 "processor or the engine forbade could be drawn; if that is intended, return it in reference()"
             )
             return
         seen["changed"] += not torch.equal(want, before)
-        finite = torch.cat([before[before.isfinite()], want[want.isfinite()]]).abs()
+        parts = [before[before.isfinite()], want[want.isfinite()]]
+        finite = torch.cat(parts).abs()
         allowed = TOLERANCE * max(1.0, float(finite.max()))
         wrong = ~((got - want).abs() <= allowed) & (got != want)  # equal infinities have a difference of NaN
         if wrong.any():
@@ -100,7 +102,8 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
             slots = random.sample(range(len(seqs) + 2), len(seqs))
             stage = Stage(self, len(seqs) + 2, garbage=garbage)
             stage.join(slots, seqs)
-            got = stage.apply(slots, torch.stack([s.logits for s in seqs]), random.choice([0, MAX_LEN]))
+            logits = torch.stack([s.logits for s in seqs])
+            got = stage.apply(slots, logits, random.choice([0, MAX_LEN]))
             for row, s in zip(got, seqs, strict=True):
                 self.check(row, s, seen)
             seen["bound"] += bool(stage.state.active[slots].any())
@@ -136,7 +139,10 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         neither ``multi_position`` nor ``graph_safe``.
         """
         self.need("own_model")
-        options = import_target(self.spec.options).model_fields if self.spec.options else {}
+        if self.spec.options:
+            options = import_target(self.spec.options).model_fields
+        else:
+            options = {}
         assert "model" in options, f"own_model is claimed, and the options are {sorted(options)}: expected also `model`"
         others = sorted(self.spec.features & set(WITHOUT))
         assert not others, f"own_model is claimed together with {', '.join(others)}: claim it without them"
@@ -149,8 +155,13 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
             "allowed_token_ids": [0, 3, 8, self.vocab - 1], "no_repeat_ngram_size": 1,
             "temperature_schedule": SCHEDULES[0], "encoder_repetition_penalty": 1.7,
         }  # fmt: skip
-        own = [p for p in self.params(self.vocab) if name in p or name in p.get("extra", ())]
-        return [{name: standard[name]}, *own] if name in standard else own
+        own = []
+        for p in self.params(self.vocab):
+            if name in p or name in p.get("extra", ()):
+                own.append(p)
+        if name in standard:
+            return [{name: standard[name]}, *own]
+        return own
 
     @since(1, 0)
     def test_a_long_history_counts_to_its_end(self) -> None:
@@ -160,12 +171,17 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         """
         rng = np.random.default_rng(2)
         # the tokens of ``late`` occur only at the end
-        early, late = (rng.choice(np.arange(0, self.vocab, step), 50) for step in (5, 7))
-        history = tuple(map(int, [*early, *rng.permutation([8] * 300 + [9, 11] * 5), *late[:40]]))
+        early = rng.choice(np.arange(0, self.vocab, 5), 50)
+        late = rng.choice(np.arange(0, self.vocab, 7), 50)
+        repeated = rng.permutation([8] * 300 + [9, 11] * 5)
+        history = tuple(map(int, [*early, *repeated, *late[:40]]))
         logits = normal_logits(rng, 3, self.vocab)
         params = [SamplingParams.make(**requested) for requested in self.tried_rows() or [{}]]
         for start in (10, len(history) - 10):  # of the output
-            seqs = [SampledSeq(p, history[:start], history[start:], logits) for p in params]
+            seqs = []
+            for p in params:
+                seq = SampledSeq(p, history[:start], history[start:], logits)
+                seqs.append(seq)
             stage = Stage(self, len(seqs), max_len=len(history) + 8)
             stage.join(range(len(seqs)), seqs)
             for row, s in zip(stage.apply(range(len(seqs)), stack_logits(seqs)), seqs, strict=True):
@@ -212,7 +228,8 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
 
     def _changes_a_logit(self, params: SamplingParams) -> bool:
         """Return whether the processor changes a logit after any of the histories of ``histories``."""
-        random_logits = normal_logits(np.random.default_rng(1), 3, self.vocab)
+        rng = np.random.default_rng(1)
+        random_logits = normal_logits(rng, 3, self.vocab)
         for prompt, output in histories(self.vocab).values():
             for logits in (random_logits, torch.zeros(self.vocab)):
                 s = SampledSeq(params, prompt, output, logits)

@@ -75,7 +75,9 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
     def checkpoint_tensors(self, info: ModuleInfo, part: str, weight: Tensor) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint stores for a weight [rows of the part, in], as parameter -> tensor."""
         method = written.of(self.spec)
-        return {"weight": weight} if method is None else method.tensors(weight)
+        if method is None:
+            return {"weight": weight}
+        return method.tensors(weight)
 
     def step(self, weight: Tensor, info: ModuleInfo) -> Tensor:
         """Return the distance of neighbouring values of the format at each element of a weight [out, in], float64.
@@ -86,7 +88,8 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
             return method.step(weight)
         if "bits" in self.spec.traits:
             return data.step(weight, **data.numbers(self.spec.traits))
-        return 2 * (weight - weight.to(dtype_of(info)).double()).abs()
+        rounded = weight.to(dtype_of(info)).double()
+        return 2 * (weight - rounded).abs()
 
     def grid(self, info: ModuleInfo) -> Tensor | None:
         """Return a weight [out, in] of many different values that the format holds exactly; None if there is none."""
@@ -107,7 +110,8 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         scheme = instance.scheme(info)
         if scheme is None:
             return None
-        self.fill(scheme, info, data.by_part(random_weight(info), info))
+        weights = data.by_part(random_weight(info), info)
+        self.fill(scheme, info, weights)
         return data.dequantized(scheme, info).tolist()
 
     def dtype(self) -> str:
@@ -148,7 +152,8 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         """Return a new scheme of a module that the plug-in quantizes, loaded with a weight [out, in]."""
         scheme = self.scheme(info)
         assert scheme is not None, f"leaves a module unquantized that it quantized before: {info}"
-        return self.fill(scheme, info, data.by_part(weight, info))
+        weights = data.by_part(weight, info)
+        return self.fill(scheme, info, weights)
 
     def quantized(self, shapes: Sequence[tuple] = data.SHAPES, **more: Any) -> Iterator[ModuleInfo]:
         """Yield the modules of some shapes, ((output rows of each part), inputs), that the plug-in quantizes.
@@ -177,10 +182,12 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         next(iter(self.quantized()))
         seen = Seen()
         method = written.of(self.spec)
-        rows = st.lists(st.sampled_from(method.outs if method else self.outs), min_size=1, max_size=3)
+        outs = st.sampled_from(method.outs if method else self.outs)
+        rows = st.lists(outs, min_size=1, max_size=3)
         # 0 means as many inputs as rows: a square weight would not reveal a transposition
         inputs = st.sampled_from([*self.ins, 0, 0])
-        dtype = st.sampled_from(self.values("dtype", *data.DTYPES))
+        elements = self.values("dtype", *data.DTYPES)
+        dtype = st.sampled_from(elements)
         stored = st.sampled_from(data.DTYPES)
         case = st.tuples(rows, inputs, st.sampled_from(data.KINDS), dtype, stored, st.integers(0, 1 << 20))
 
@@ -201,10 +208,12 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         if scheme is None:
             return ["refused"] if kind == "linear" else []
         low, high = written.sizes(self.spec, self.sizes, dtype, stored)
-        weight = data.filled(fill, info, low, high).to(getattr(torch, stored))
+        weight = data.filled(fill, info, low, high)
+        weight = weight.to(getattr(torch, stored))
         parts = list(data.by_part(weight, info).items())
         order = torch.randperm(len(parts)).tolist()
-        self.fill(scheme, info, dict(parts[i] for i in order))
+        weights = dict(parts[i] for i in order)
+        self.fill(scheme, info, weights)
         self._within(scheme, info, weight.double(), f"{fill} numbers stored as {stored}")
         cases = {"merged": len(rows) > 1, "odd": info.in_features % 2, "square": not inp, "quantized": True}
         return [fill, *(name for name, is_case in cases.items() if is_case)]
@@ -276,7 +285,8 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         if info.dtype == "float32":
             self._within(scheme, info, weight.double(), "rows of all sizes")
         held, hidden = self._held(scheme, info, weight)
-        ours, plain = [], []
+        ours = []
+        plain = []
         for tokens in data.TOKENS:
             for form, x in data.inputs(tokens, info):
                 label = f"{info.parts}, {info.in_features} inputs, {tokens} tokens, {form}, {info.dtype}"
@@ -294,10 +304,12 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
                 )
                 ours.append(off.flatten())
                 naive = x.cpu() @ held.to(x.dtype).T
-                plain.append(((naive.double() - want).abs() / size).flatten())
+                error = (naive.double() - want).abs()
+                plain.append((error / size).flatten())
         if "inputs" in self.spec.traits:
-            return  # the rounding of inputs makes errors that grow with more than the size of the sum
-        error, plain_error = (float(torch.cat(e).square().mean().sqrt()) for e in (ours, plain))
+            return  # the errors that the rounding of inputs makes are not bounded by the size of a sum
+        error = float(torch.cat(ours).square().mean().sqrt())
+        plain_error = float(torch.cat(plain).square().mean().sqrt())
         most = 2 * plain_error + torch.finfo(dtype_of(info)).eps / 64 + hidden
         assert error <= most, (
             f"{info.parts}, {info.dtype}: error {error:.2e} of the sum's size, a plain product has {plain_error:.2e}"
@@ -325,9 +337,11 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         """Check a product that float16 can hold, although its sum of unscaled integers exceeds the range of float16."""
         for dtype in self.values("dtype", *data.DTYPES):
             for info in self.quantized(dtype=dtype):
-                scheme = self.loaded(info, torch.full((info.out_features, info.in_features), 0.01))
+                weight = torch.full((info.out_features, info.in_features), 0.01)
+                scheme = self.loaded(info, weight)
                 got = scheme.apply(100 * data.ones(3, info))
-                off = (got.double() - info.in_features).abs().max() / info.in_features
+                difference = got.double() - info.in_features
+                off = difference.abs().max() / info.in_features
                 assert off <= 0.3, f"{info.parts}, {dtype}: {info.in_features} x 100 x 0.01 gives {got[0, 0]}"
 
     # ---- loading -------------------------------------------------------------------------------------------------
@@ -337,8 +351,10 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         """Check that ``params()`` names exactly the tensors that a checkpoint stores for a module, without the bias."""
         for info in self.quantized(bias=True):
             part, rows = info.parts[0]
-            want = set(self.checkpoint_tensors(info, part, torch.randn(rows, info.in_features)))
-            got = {name: tuple(shape) for name, shape in self.scheme(info).params().items()}
+            weight = torch.randn(rows, info.in_features)
+            want = set(self.checkpoint_tensors(info, part, weight))
+            declared = self.scheme(info).params()
+            got = {name: tuple(shape) for name, shape in declared.items()}
             assert set(got) == want, f"params() names {sorted(got)}, the checkpoint has {sorted(want)}"
             shape = (info.out_features, info.in_features)
             if want == {"weight"}:
@@ -405,7 +421,8 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
                 scheme.load(param, scheme.slice(param, tensor, split, shard), part)
         scheme.finish()
         held = data.dequantized(scheme, module)
-        want, step = (data.cut(w, info, shard) for w in (weight.double(), self.step(weight, info)))
+        want = data.cut(weight.double(), info, shard)
+        step = data.cut(self.step(weight, info), info, shard)
         tolerance = torch.maximum(step, self.step(want, module)) / 2
         if info.dtype != "float32":
             tolerance = tolerance + 1e-2 * want.abs()
@@ -429,7 +446,10 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
         A pattern that matches no module is refused once the schemes of all modules were requested.
         """
-        model = import_target(self.spec.options) if self.spec.options else None
+        if self.spec.options:
+            model = import_target(self.spec.options)
+        else:
+            model = None
         names = [name for name in self.patterns if model is not None and name in model.model_fields]
         if not names:
             pytest.skip(f"has no option {' or '.join(self.patterns)}")
@@ -445,8 +465,10 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
         Fail if it leaves out layer 1, or if it does not leave out layer 0 although the pattern ``matches`` that.
         """
-        quantizer = self.build(*self.context(), options={**self.options, option: [pattern]})
-        first, second = (quantizer.scheme(self.info((32,), 64, name=f"layers.{i}.mlp.down")) for i in (0, 1))
+        changed = {**self.options, option: [pattern]}
+        quantizer = self.build(*self.context(), options=changed)
+        first = quantizer.scheme(self.info((32,), 64, name="layers.0.mlp.down"))
+        second = quantizer.scheme(self.info((32,), 64, name="layers.1.mlp.down"))
         assert second is not None, f"{option}={[pattern]} leaves out layers.1.mlp.down"
         fault = "is not left out" if matches else "is left out"
         assert (first is None) == matches, f"{option}={[pattern]}: layers.0.mlp.down {fault}"
@@ -503,5 +525,8 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
     def _linears(self, arch: Any, cfg: Any, harness: Harness) -> set[tuple[str, str, Linear]]:
         """Return (name in the checkpoint, part, layer) of every linear layer."""
         targets = find_targets(arch.weights(cfg), harness.parts)
-        found = {(name[: -len(t.param) - 1], t.parts[0], t.module) for name, t in targets.items()}
+        found = set()
+        for name, t in targets.items():
+            name_of_layer = name[: -len(t.param) - 1]
+            found.add((name_of_layer, t.parts[0], t.module))
         return {(name, part, module) for name, part, module in found if isinstance(module, Linear)}

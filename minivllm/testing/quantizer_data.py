@@ -17,8 +17,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = (1, 2, 3, 8, 33, 65, 300)
 # (output rows of each part, number of inputs) of modules to test
 SHAPES = (((24, 8), 64), ((3, 17, 1), 33), ((129,), 31), ((5,), 1), ((128, 64, 64), 256))
-LONG = ((5, 3), 4100)  # more inputs than one iteration of most kernels reads, and not a multiple of it
-SHARED = (((24, 12), 48), ((768, 384), 1536))  # sizes that 2, 3 and 4 processes share evenly
+LONG = ((5, 3), 4100)  # a module with more inputs than one iteration of most kernels reads, and not a multiple of it
+SHARED = (((24, 12), 48), ((768, 384), 1536))  # modules whose sizes 2, 3 and 4 processes can share evenly
 KINDS = ("linear", "linear", "linear", "lm_head", "embedding")
 
 
@@ -66,7 +66,8 @@ def _table_step(weight: Tensor, table: Tensor, group: int) -> Tensor:
     """Return the distance of neighbouring numbers of a sorted table at each element."""
     inputs = weight.shape[1]
     size = min(group or inputs, inputs)
-    largest = torch.stack([part.abs().amax(1) for part in weight.split(size, 1)], 1)
+    parts = [part.abs().amax(1) for part in weight.split(size, 1)]
+    largest = torch.stack(parts, 1)
     largest = largest.repeat_interleave(size, 1)[:, :inputs]
     scaled = weight / largest.clamp(min=1e-300)
     above = torch.bucketize(scaled, table).clamp(1, len(table) - 1)
@@ -82,18 +83,21 @@ def grid(info: ModuleInfo, bits: int, exponent: int = 0, table: Sequence[float] 
     shape = (info.out_features, info.in_features)
     top: float = 2 ** (bits - 1) - 1
     if table:
-        values = torch.tensor(table, dtype=torch.float64)[torch.randint(0, len(table), shape)]
+        numbers = torch.tensor(table, dtype=torch.float64)
+        values = numbers[torch.randint(0, len(table), shape)]
         top = max(table)
     elif exponent:
         digits = bits - 1 - exponent
         top = 7 * 2 ** (digits - 2)
-        sizes = torch.randint(2**digits, top + 1, shape) * 2.0 ** -torch.randint(0, 5, shape)
+        scales = 2.0 ** -torch.randint(0, 5, shape)
+        sizes = torch.randint(2**digits, top + 1, shape) * scales
         signs = 2 * torch.randint(0, 2, shape) - 1
         values = sizes.double() * signs
     else:
         values = torch.randint(-top, top + 1, shape).double()
     values[:, ::16] = top
-    return values * 2.0 ** -torch.randint(0, 6, (shape[0], 1))
+    scale = 2.0 ** -torch.randint(0, 6, (shape[0], 1))
+    return values * scale
 
 
 def input_rounding(x: Tensor, held: Tensor, traits: Mapping[str, Any]) -> Tensor | float:
@@ -104,8 +108,10 @@ def input_rounding(x: Tensor, held: Tensor, traits: Mapping[str, Any]) -> Tensor
     """
     if "inputs" not in traits:
         return 0.0
-    moved = step(x.cpu().double(), traits["inputs"], traits.get("exponent", 0)) / 2
-    return 1.01 * (moved @ held.abs().T) / (6 * torch.finfo(x.dtype).eps)
+    exponent = traits.get("exponent", 0)
+    moved = step(x.cpu().double(), traits["inputs"], exponent) / 2
+    unit = 6 * torch.finfo(x.dtype).eps
+    return 1.01 * (moved @ held.abs().T) / unit
 
 
 def ones(tokens: int, info: ModuleInfo) -> Tensor:
@@ -123,7 +129,8 @@ def dequantized(scheme: WeightScheme, info: ModuleInfo) -> Tensor:
 
     It is the product with the identity matrix, so it is rounded to the dtype of the products.
     """
-    return scheme.apply(identity(info)).double().cpu().T.contiguous()
+    product = scheme.apply(identity(info))
+    return product.double().cpu().T.contiguous()
 
 
 def by_part(weight: Tensor, info: ModuleInfo) -> dict[str, Tensor]:
@@ -137,7 +144,8 @@ def cut(weight: Tensor, info: ModuleInfo, shard: Shard) -> Tensor:
     if info.split == "row":
         return weight.chunk(shard.size, 1)[shard.rank]
     parts = by_part(weight, info).values()
-    return torch.cat([rows.chunk(shard.size)[shard.rank] for rows in parts])
+    shards = [rows.chunk(shard.size)[shard.rank] for rows in parts]
+    return torch.cat(shards)
 
 
 def compare(held: Tensor, want: Tensor, tolerance: Tensor, info: ModuleInfo, what: str) -> None:
@@ -149,7 +157,8 @@ def compare(held: Tensor, want: Tensor, tolerance: Tensor, info: ModuleInfo, wha
     if not bad.any():
         return
     row, column = (int(i) for i in bad.nonzero()[0])
-    ends = torch.tensor([rows for _, rows in info.parts]).cumsum(0)
+    numbers = [rows for _, rows in info.parts]
+    ends = torch.tensor(numbers).cumsum(0)
     part = info.parts[int((row >= ends).sum())][0]
     pytest.fail(
         f"{what}: {int(bad.sum())} of {bad.numel()} elements are off; output row {row} (part {part!r}), input "
@@ -161,7 +170,8 @@ def compare(held: Tensor, want: Tensor, tolerance: Tensor, info: ModuleInfo, wha
 
 def inputs(tokens: int, info: ModuleInfo) -> Iterator[tuple[str, Tensor]]:
     """Yield (name of a memory layout, random inputs [tokens, in] in that layout)."""
-    x = torch.randn(tokens, info.in_features + 3).to(info.device, dtype_of(info))
+    x = torch.randn(tokens, info.in_features + 3)
+    x = x.to(info.device, dtype_of(info))
     yield "contiguous", x[:, :-3].contiguous()
     yield "columns of a wider tensor", x[:, 3:]
     yield "transposed", x[:, :-3].T.contiguous().T
@@ -228,7 +238,8 @@ def filled(fill: str, info: ModuleInfo, low: float, high: float) -> Tensor:
 
     ``low`` is the size of numbers of a tiny weight, ``high`` that of a huge one.
     """
-    rows, inp = info.out_features, info.in_features
+    rows = info.out_features
+    inp = info.in_features
     if fill == "positive":
         return torch.rand(rows, inp) + 0.5
     weight = torch.randn(rows, inp)
@@ -237,7 +248,8 @@ def filled(fill: str, info: ModuleInfo, low: float, high: float) -> Tensor:
     elif fill == "zero rows among normal":
         weight *= torch.rand(rows, 1) < 0.5
     elif fill == "outliers among normal":
-        weight[torch.arange(rows), torch.randint(inp, (rows,))] *= 1000
+        chosen = torch.randint(inp, (rows,))
+        weight[torch.arange(rows), chosen] *= 1000
     elif fill == "huge":
         weight = weight.clamp(-4, 4) * high
     elif fill == "tiny":

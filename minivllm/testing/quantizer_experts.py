@@ -57,7 +57,8 @@ class QuantizerExperts:
         self.fill(scheme, info, dict(backwards))
         for e, rows in enumerate(weight.double().chunk(COUNT)):
             expert = self.info((len(rows),), inp)
-            held = scheme.expert(data.identity(info), e).double().cpu().T.contiguous()
+            product = scheme.expert(data.identity(info), e)
+            held = product.double().cpu().T.contiguous()
             tolerance = self.step(rows, expert) * 0.502 + 1e-6
             if info.dtype != "float32":
                 tolerance = tolerance + 1e-2 * rows.abs()
@@ -82,6 +83,9 @@ class QuantizerExperts:
             for dtype in (torch.float32, data.dtype_of(info)):
                 got = scheme.gather(ids.to(info.device), dtype)
                 assert got.shape == want.shape and got.dtype == dtype
-                rounding = 0.02 if "inputs" in self.spec.traits else 2 * torch.finfo(dtype).eps
+                if "inputs" in self.spec.traits:
+                    rounding = 0.02
+                else:
+                    rounding = 2 * torch.finfo(dtype).eps
                 tolerance = want.abs().amax(1, keepdim=True) * rounding
                 data.compare(got.double().cpu(), want, tolerance, info, f"rows in {dtype}")

@@ -27,13 +27,16 @@ def check_bits(bits: int, scale_bits: float, tensors: Mapping[str, Tensor], elem
     together, count as the weight, which may lie in two planes.  The remaining tensors are scales and zero points.  A
     single tensor may hold weights and scales together.
     """
-    used = {name: 8 * t.numel() * t.element_size() / elements for name, t in tensors.items()}
+    used = {}
+    for name, t in tensors.items():
+        used[name] = 8 * t.numel() * t.element_size() / elements
     total = sum(used.values())
     weights = 0.0
     for taken in sorted(used.values(), reverse=True):
         if weights < bits:
             weights += taken
-    shown = ", ".join(f"{name} {taken:.3f}" for name, taken in used.items())
+    parts = (f"{name} {taken:.3f}" for name, taken in used.items())
+    shown = ", ".join(parts)
     assert total >= bits, f"claims {bits} bits, an element takes {total:.3f} of memory ({shown})"
     separate = weights < bits + 1 or len(used) == 1
     assert total <= bits + scale_bits and separate, (
@@ -104,6 +107,9 @@ class Memory:
         )
         assert scheme.bytes == total, f"bytes says {scheme.bytes}{when}, the tensors hold {total}"
         place = info.device.split(":")[0]
-        away = {name: str(t.device) for name, t in tensors.items() if t.device.type != place}
+        away = {}
+        for name, t in tensors.items():
+            if t.device.type != place:
+                away[name] = str(t.device)
         assert not away, f"tensors that are not on {info.device}{when}: {away}"
         return total

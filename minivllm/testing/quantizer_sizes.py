@@ -33,10 +33,12 @@ class QuantizerSizes:
         infos = [self.info(rows, inp) for rows, inp in WIDE]
         for info in (i for i in infos if self.scheme(i) is not None):
             torch.manual_seed(9)
-            scheme = self.loaded(info, torch.rand(info.out_features, info.in_features) + 0.5)
+            weight = torch.rand(info.out_features, info.in_features) + 0.5
+            scheme = self.loaded(info, weight)
             for tokens in TOKENS:
                 column = torch.arange(tokens) * 7 % info.in_features
-                got = scheme.apply(self._one_hot(column, info)).cpu().double()
+                x = self._one_hot(column, info)
+                got = scheme.apply(x).cpu().double()
                 label = f"{info.parts}, {tokens} tokens"
                 first: dict[int, int] = {}
                 for row, at in enumerate(column.tolist()):  # equal inputs must have equal outputs in every row

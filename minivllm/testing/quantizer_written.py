@@ -38,8 +38,10 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [rows, n] into int32 words [rows, n * bits / 32], low bits first, each row padded with zeros."""
     numbers = codes.numpy().astype(np.uint8)
     shifts = np.arange(bits, dtype=np.uint8)
-    stream = ((numbers[..., None] >> shifts) & 1).reshape(len(codes), -1)
-    stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
+    stream = (numbers[..., None] >> shifts) & 1
+    stream = stream.reshape(len(codes), -1)
+    missing = -stream.shape[1] % 32
+    stream = np.pad(stream, ((0, 0), (0, missing)))
     words = np.packbits(stream, axis=1, bitorder="little").view(np.int32)
     return torch.from_numpy(words.copy())
 
@@ -50,7 +52,8 @@ def largest(weight: Tensor) -> Tensor:
     The last group may be shorter.
     """
     groups = weight.abs().split(GROUP, dim=1)
-    return torch.stack([group.amax(1) for group in groups], dim=1)
+    parts = [group.amax(1) for group in groups]
+    return torch.stack(parts, dim=1)
 
 
 def per_input(groups: Tensor, weight: Tensor) -> Tensor:
@@ -132,8 +135,10 @@ def _int8_step(weight: Tensor) -> Tensor:
 def _q8_0(weight: Tensor) -> dict[str, Tensor]:
     """Return a weight in blocks of 32 inputs, each a float16 scale followed by 32 int8 codes."""
     groups = weight.float().unflatten(1, (-1, GROUP))
-    scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
-    steps = groups / scale.float().clamp(min=torch.finfo(torch.float16).tiny)
+    largest_of_group = groups.abs().amax(-1, keepdim=True)
+    scale = (largest_of_group / 127).half()
+    tiny = torch.finfo(torch.float16).tiny
+    steps = groups / scale.float().clamp(min=tiny)
     codes = steps.round().clamp(-127, 127).to(torch.int8)
     parts = [t.view(torch.uint8) for t in (scale, codes)]
     return {"q8_0": torch.cat(parts, dim=-1).flatten(1)}
@@ -165,7 +170,9 @@ WRITTEN: Mapping[str, WrittenMethod] = {
 
 def methods(spec: Spec) -> Any:
     """Return the quantization methods of checkpoints that a quantizer reads, in the form of a limit of its spec."""
-    return ANY if spec.limits == ANY else spec.limits["checkpoint"]
+    if spec.limits == ANY:
+        return ANY
+    return spec.limits["checkpoint"]
 
 
 def sizes(spec: Spec, default: tuple[float, float], *dtypes: str) -> tuple[float, float]:
@@ -184,4 +191,6 @@ def of(spec: Spec) -> WrittenMethod | None:
     None means that the quantizer reads plain weights, or a method that is not in ``WRITTEN``.
     """
     limit = methods(spec)
-    return None if allows(limit, "none") else WRITTEN.get(min(limit))
+    if allows(limit, "none"):
+        return None
+    return WRITTEN.get(min(limit))

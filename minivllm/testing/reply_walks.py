@@ -35,7 +35,8 @@ class Walker:
         texts = [*WORDS, *(tag for tag in form.tags if tag not in marked)]
         if form.calls and form.calls[0].pairs:
             texts.append(form.calls[0].pairs.after)
-        self.tokens = [bytes([b]) for b in range(256)] + [text.encode() for text in texts]
+        self.tokens = [bytes([b]) for b in range(256)]
+        self.tokens += [text.encode() for text in texts]
         self.ids: dict[str, int] = {}
         for tag in marked:
             self.ids[tag] = len(self.tokens)
@@ -44,7 +45,8 @@ class Walker:
         self.tokens += [b"", b""]  # eos and another special token
         self.marks = {tag: chr(FIRST_MARK + k) for k, tag in enumerate(marked)}
         self.hidden = frozenset(marked) if special else frozenset()
-        self.plugin = LLGuidance(None, GrammarContext(self.tokens, len(self.tokens), (self.eos,)))
+        ctx = GrammarContext(self.tokens, len(self.tokens), (self.eos,))
+        self.plugin = LLGuidance(None, ctx)
         endings = (*ENDS, *texts[len(WORDS) :])
         self._ends = [self.tokens.index(text.encode()) for text in endings]
         self._ends += [*self.ids.values()]
@@ -64,14 +66,17 @@ class Walker:
         ``end`` is the probability to end the reply at a position where it may end; it grows with the length.
         """
         matcher = self.plugin.start(compiled)
-        mask = np.empty((1, -(-len(self.tokens) // 32)), np.int32)
+        words = -(-len(self.tokens) // 32)
+        mask = np.empty((1, words), np.int32)
         ids: list[int] = []
         for number in range(most):
             failed = self.plugin.fill([matcher], mask, [0])
             assert not failed, (failed, self.text(ids))
-            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(self.tokens)]
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            bits = bits[: len(self.tokens)]
             token = self._choose(bits, rng, number, end + number / most)
-            assert self.plugin.accept([matcher], [[token]]) == [1], (self.text(ids), self.tokens[token])
+            found = self.plugin.accept([matcher], [[token]])
+            assert found == [1], (self.text(ids), self.tokens[token])
             if token == self.eos:
                 return self.text(ids)
             ids.append(token)

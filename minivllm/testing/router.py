@@ -48,7 +48,8 @@ class RouterWorld:
         for number in self.open:
             sizes = [one.tokens for at, one in self.running if at == number]
             waiting = sum(sizes[-2:])
-            loads.append(ReplicaLoad(number, len(sizes), sum(sizes), waiting))
+            load = ReplicaLoad(number, len(sizes), sum(sizes), waiting)
+            loads.append(load)
         self.rng.shuffle(loads)
         return loads
 
@@ -87,7 +88,10 @@ def sessions(rng: random.Random, count: int) -> Iterator[RoutedRequest]:
         name = f"s{rng.randrange(12)}"
         prompt = prompts.setdefault(name, [7, 8])
         prompt += [rng.getrandbits(60) for _ in range(rng.randrange(4))]
-        keys = [] if rng.random() < 0.1 else list(prompt)
+        if rng.random() < 0.1:
+            keys = []
+        else:
+            keys = list(prompt)
         yield request(keys, name if rng.random() < 0.8 else "")
 
 
@@ -117,7 +121,8 @@ class RouterConformance(Lasting, SpecConformance):
         rng = random.Random(number)
         world = RouterWorld(instance, rng)
         for turn in range(40):
-            world.route(request([rng.getrandbits(60) for _ in range(50)], f"{number:06}-{turn:02}"))
+            prompt = [rng.getrandbits(60) for _ in range(50)]
+            world.route(request(prompt, f"{number:06}-{turn:02}"))
 
     def let_go(self, instance: ReplicaRouter) -> None:
         """Release an instance of the leak test; there is nothing to stop."""
@@ -130,7 +135,8 @@ class RouterConformance(Lasting, SpecConformance):
         """
         for seed in range(60 if self.long else 10):
             rng = random.Random(seed)
-            world = RouterWorld(self.build(*self.context()), rng)
+            router = self.build(*self.context())
+            world = RouterWorld(router, rng)
             for one in sessions(rng, 200):
                 world.route(one)
                 if rng.random() < 0.1:
@@ -145,7 +151,8 @@ class RouterConformance(Lasting, SpecConformance):
     def test_new_prompts_of_new_sessions_reach_every_replica(self) -> None:
         """Check that prompts without a common prefix are spread over all replicas while their requests run."""
         rng = random.Random(3)
-        world = RouterWorld(self.build(*self.context()), rng)
+        router = self.build(*self.context())
+        world = RouterWorld(router, rng)
         count = 100
         chosen = Counter(
             world.route(request([rng.getrandbits(60) for _ in range(8)], f"new {number}")) for number in range(count)
@@ -160,12 +167,17 @@ class RouterConformance(Lasting, SpecConformance):
     def test_a_replica_that_is_started_again_gets_requests(self) -> None:
         """Check that a replica that starts again and is idle gets a part of the new prompts."""
         rng = random.Random(4)
-        world = RouterWorld(self.build(*self.context()), rng)
+        router = self.build(*self.context())
+        world = RouterWorld(router, rng)
         world.lose(2)
         for number in range(40):
-            world.route(request([rng.getrandbits(60) for _ in range(8)], f"old {number}"))
+            prompt = [rng.getrandbits(60) for _ in range(8)]
+            world.route(request(prompt, f"old {number}"))
         world.restart(2)
-        chosen = [world.route(request([rng.getrandbits(60) for _ in range(8)], f"new {n}")) for n in range(40)]
+        chosen = []
+        for n in range(40):
+            prompt = [rng.getrandbits(60) for _ in range(8)]
+            chosen.append(world.route(request(prompt, f"new {n}")))
         assert 2 in chosen, "a replica that was started again gets no request"
 
     @since(1, 0)
@@ -178,7 +190,8 @@ class RouterConformance(Lasting, SpecConformance):
             pytest.skip("the router does not claim sticky")
         for seed in range(20 if self.long else 5):
             rng = random.Random(seed)
-            world = RouterWorld(self.build(*self.context()), rng)
+            router = self.build(*self.context())
+            world = RouterWorld(router, rng)
             homes: dict[str, int] = {}
             for one in sessions(rng, 300):
                 number = world.route(one)
@@ -198,7 +211,9 @@ class RouterConformance(Lasting, SpecConformance):
         """Check that a choice changes neither the block keys of the request nor the list of loads."""
         router = self.build(*self.context())
         keys = list(range(1, 40))
-        loads = [ReplicaLoad(number, 1, 100 * number, 10) for number in (3, 0, 2)]
+        loads = []
+        for number in (3, 0, 2):
+            loads.append(ReplicaLoad(number, 1, 100 * number, 10))
         before = list(loads)
         one = request(keys, "a")
         router.sent(one, router.choose(one, loads))
@@ -215,7 +230,8 @@ class RouterConformance(Lasting, SpecConformance):
         def seconds(call: Callable[[RoutedRequest], Any]) -> float:
             times = []
             for turn in range(TRIES):
-                one = request([*prompt[: LONG - turn], *range(LONG, LONG + turn)], f"{turn}")
+                keys = [*prompt[: LONG - turn], *range(LONG, LONG + turn)]
+                one = request(keys, f"{turn}")
                 one.keys  # noqa: B018  (computed by the server)
                 begin = time.perf_counter()
                 call(one)

@@ -47,7 +47,8 @@ SEED, POSITION, SAMPLE = torch.eye(3, dtype=torch.int64)
 
 def _keys(seed: Tensor, position: Tensor) -> Tensor:
     """Return draw keys (seed, position, sample) with sample 0, int64 [n, 3]."""
-    return torch.stack([seed, position, torch.zeros_like(seed)], 1)
+    parts = [seed, position, torch.zeros_like(seed)]
+    return torch.stack(parts, 1)
 
 
 def _new_sequence(params: SamplingParams, logits: Tensor, seed: int = 0) -> SampledSeq:
@@ -85,7 +86,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         draws = []
         for seed in range(9):
             stage.seed[:] = seed
-            draws.append(stage.draw([1], logits).item())
+            draw = stage.draw([1], logits).item()
+            draws.append(draw)
         return super().exercise(instance), draws
 
     def temperature(self, params: SamplingParams) -> float:
@@ -108,7 +110,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         must, may = self.limited(params, prob)
         if not torch.equal(must, may):
             return must, may, None
-        return must, may, torch.where(may, prob, 0.0) / prob[may].sum()
+        prob = torch.where(may, prob, 0.0) / prob[may].sum()
+        return must, may, prob
 
     def limited(self, params: SamplingParams, prob: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two masks of ``must_and_may`` for probabilities f64 [V], by the limits that the sampler reads."""
@@ -150,7 +153,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             rows = logits.expand(len(part), -1)
             if m:
                 rows = torch.cat([stack_logits(others), rows])
-            tokens.append(stage.draw(slots[: m + len(part)], rows)[m:].cpu())
+            token = stage.draw(slots[: m + len(part)], rows)[m:].cpu()
+            tokens.append(token)
         return torch.cat(tokens)
 
     def keys(self, n: int, start: int = 0) -> Tensor:
@@ -162,10 +166,13 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
     def check(self, params: SamplingParams, logits: Tensor, n: int, others: Sequence = (), start: int = 0) -> bool:
         """Draw n tokens and compare them with the reference; return whether it has probabilities."""
         must, may, prob = self.must_and_may(params, logits)
-        tokens = self.draws(params, logits, self.keys(n, start), others)
-        low, high = logits.min(), logits.max()
+        keys = self.keys(n, start)
+        tokens = self.draws(params, logits, keys, others)
+        low = logits.min()
+        high = logits.max()
         label = f"{_new_sequence(params, logits)}, {len(logits)} logits from {low:.4g} to {high:.4g}"
-        count = torch.bincount(tokens.clamp(0, len(logits) - 1), minlength=len(logits))
+        bins = tokens.clamp(0, len(logits) - 1)
+        count = torch.bincount(bins, minlength=len(logits))
         if outside := ((count > 0) & ~may).nonzero().flatten().tolist():
             first = outside[0]
             rank = 1 + int((logits > logits[first]).sum())
@@ -195,7 +202,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         logits = torch.linspace(-0.1, 0.1, 8)
         prob = self.default_probabilities(logits)
         if prob.min() > 0:
-            assert detectable(n, 7) < 0.01 * float((prob * (1 - prob)).sqrt().min())
+            deviation = float((prob * (1 - prob)).sqrt().min())
+            assert detectable(n, 7) < 0.01 * deviation
         tokens = self.draws(SamplingParams(), logits, self.keys(n))
         check_draws(tokens, prob, "8 tokens of probability 0.113 to 0.138")
 
@@ -211,24 +219,32 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         @self.for_all(60, st.data())
         def holds(data: Any) -> None:
             vocab = data.draw(st.sampled_from([2, 3, 17, 33, 40]))
-            rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-            logits = rng.normal(0, data.draw(st.sampled_from([0.1, 1.0, 2.0])), vocab).astype(np.float32)
+            seed = data.draw(st.integers(0, 2**32))
+            rng = np.random.default_rng(seed)
+            scale = data.draw(st.sampled_from([0.1, 1.0, 2.0]))
+            logits = rng.normal(0, scale, vocab).astype(np.float32)
             if data.draw(st.integers(0, 2)) == 0:
                 logits = np.round(logits * 2) / 2
-            logits[1:][rng.random(vocab - 1) < data.draw(st.sampled_from([0.0, 0.3]))] = -np.inf
+            share = data.draw(st.sampled_from([0.0, 0.3]))
+            logits[1:][rng.random(vocab - 1) < share] = -np.inf
             params = SamplingParams.make(**data.draw(self.keywords(vocab)))
-            others = self.sequences(data, data.draw(st.integers(0, 3)), vocab)
-            row = torch.tensor(logits) + data.draw(st.sampled_from([0.0, -30.0, 50.0]))
+            number = data.draw(st.integers(0, 3))
+            others = self.sequences(data, number, vocab)
+            offset = data.draw(st.sampled_from([0.0, -30.0, 50.0]))
+            row = torch.tensor(logits) + offset
             if params.extra and self.probabilities(params, row.double()) is None:
                 return
-            seen["compared"] += self.check(params, row, 1 << 14, others, data.draw(st.integers(0, 2**40)))
-            seen["limited"] += not torch.equal(self.must_and_may(params, row)[1], row > -torch.inf)
+            start = data.draw(st.integers(0, 2**40))
+            seen["compared"] += self.check(params, row, 1 << 14, others, start)
+            may = self.must_and_may(params, row)[1]
+            seen["limited"] += not torch.equal(may, row > -torch.inf)
             for name in DRAWS:
                 seen[name] += getattr(params, name) != getattr(SamplingParams(), name)
 
         if not self.reads - set(DRAWS):
             seen.require(compared=5, **dict.fromkeys(sorted(self.reads & set(DRAWS)), 5))
-            seen.require(limited=10 if self.reads & {"top_k", "top_p", "min_p"} else 0)
+            limited = 10 if self.reads & {"top_k", "top_p", "min_p"} else 0
+            seen.require(limited=limited)
 
     def _readable(self, tried: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the sets of keywords in ``tried`` that contain only parameters that the sampler reads."""
@@ -270,7 +286,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         """Return the probabilities f64 [2, V] of ``drawn_from``: for a row with ``params``, and a greedy row."""
         stage = Stage(self, 3, vocab=len(logits))
         slots = np.array([2, 0])
-        stage.join(slots, [_new_sequence(p, logits) for p in (params, SamplingParams(temperature=0))])
+        seqs = [_new_sequence(p, logits) for p in (params, SamplingParams(temperature=0))]
+        stage.join(slots, seqs)
         passed = logits.to(self.place()).repeat(2, 1)
         before = passed.clone()
         rows = stage.rows(slots, stage.variant(slots))
@@ -296,7 +313,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             params = SamplingParams.make(**requested)
             self.check(params, logits, 1 << 12)
             must = self.must_and_may(params, logits)[0].nonzero().flatten()
-            drawn = self.draws(params, logits, self.keys(1 << 12))
+            keys = self.keys(1 << 12)
+            drawn = self.draws(params, logits, keys)
             missing = set(must.tolist()) - set(drawn.tolist())
             assert not missing, (
                 f"{requested}: tokens {sorted(missing)} are better than those at the edge and never come"
@@ -310,9 +328,11 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         cumulative sum would be lost too.
         """
         rng = np.random.default_rng(3)
-        logits = torch.tensor(1000 + rng.uniform(-0.24, 0.24, 4096), dtype=torch.float32)
+        values = 1000 + rng.uniform(-0.24, 0.24, 4096)
+        logits = torch.tensor(values, dtype=torch.float32)
         prob = self.default_probabilities(logits)
-        tokens = self.draws(SamplingParams(), logits, self.keys(1 << 15))
+        keys = self.keys(1 << 15)
+        tokens = self.draws(SamplingParams(), logits, keys)
         label = "4,096 tokens with logits of 1000 +- 0.24"
         check_draws(tokens, prob, label)
         group = logits.argsort().argsort() // 256
@@ -326,18 +346,22 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         A sampler with noise of 16 bits draws none of them, or 19 if it draws the likely token badly; with 17 bits it
         draws half.
         """
-        tail, vocab, likely = 2.0**-19, 1 << 15, 12_345
+        tail = 2.0**-19
+        vocab = 1 << 15
+        likely = 12_345
         logits = torch.zeros(vocab)
         logits[likely] = math.log((1 - (vocab - 1) * tail) / tail)
         rare = 1 - float(self.default_probabilities(logits)[likely])
-        drawn = self.draws(SamplingParams(), logits, self.keys(1 << 11))
+        keys = self.keys(1 << 11)
+        drawn = self.draws(SamplingParams(), logits, keys)
         prob = torch.tensor([1 - rare, rare], dtype=torch.float64)
         check_draws((drawn != likely).long(), prob, "1 = a token of probability 2**-19")
 
     # ---- edges ---------------------------------------------------------------------------------------------------
 
     def tried_rows(self) -> list[Mapping[str, Any]]:
-        return self._readable(TRIED) + [dict(p) for p in self.params(self.vocab)]
+        own = [dict(p) for p in self.params(self.vocab)]
+        return self._readable(TRIED) + own
 
     @since(1, 0)
     def test_impossible_tokens_are_never_drawn(self) -> None:
@@ -347,14 +371,19 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         possible.
         """
         low = -1e30
-        extreme = torch.tensor([[seed, 1, 0] for seed, lane in (*SMALLEST, *LARGEST)])
-        keys = torch.cat([extreme, self.keys(1 << 12)])
+        pairs = (*SMALLEST, *LARGEST)
+        extreme = torch.tensor([[seed, 1, 0] for seed, _ in pairs])
+        parts = [extreme, self.keys(1 << 12)]
+        keys = torch.cat(parts)
         for requested in self.tried_rows():
             params = SamplingParams.make(**requested)
             for few in ({3: -100.0, 60: -104.0}, {66: low}, {0: 0.0}, {33: 0.0}, {65: 0.0}, {7: low, 8: low}):
                 logits = torch.full((67,), -torch.inf)
                 logits[list(few)] = torch.tensor(list(few.values()))
-                wrong = [t for t in self.draws(params, logits, keys).tolist() if t not in few]
+                wrong = []
+                for t in self.draws(params, logits, keys).tolist():
+                    if t not in few:
+                        wrong.append(t)
                 shown = f"drew {wrong[:5]}, {len(wrong)} times"
                 assert not wrong, f"{requested}: all logits but those of {few} are -inf; {shown}"
 
@@ -369,14 +398,17 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         logits[13] = float(np.nextafter(np.float32(5), np.float32(9)))
         ties = logits.clone()
         ties[[4, 13, 50]] = 6.0
-        limits = self._readable([{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
+        tried = [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}]
+        limits = self._readable(tried)
         for requested, others in itertools.product(limits, ((), self._others())):
             params = SamplingParams.make(temperature=0.0, **requested)
-            drawn = set(self.draws(params, logits, self.keys(512), others).tolist())
+            drawn = self.draws(params, logits, self.keys(512), others)
+            drawn = set(drawn.tolist())
             assert drawn == {13}, (
                 f"{requested}: drew {sorted(drawn)}; expected 13, the best by one unit in the last place"
             )
-            drawn = set(self.draws(params, ties, self.keys(512), others).tolist())
+            drawn = self.draws(params, ties, self.keys(512), others)
+            drawn = set(drawn.tolist())
             same = len(drawn) == 1 and drawn < {4, 13, 50}
             assert same, f"{requested}: drew {sorted(drawn)}; expected one of 4, 13, 50, always the same"
 
@@ -395,7 +427,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             best = int(logits.argmax())
             for requested in self._readable([{}, {"top_p": 0.9}]):
                 params = SamplingParams.make(temperature=temperature, **requested)
-                drawn = sorted(set(self.draws(params, logits, self.keys(64)).tolist()))
+                drawn = self.draws(params, logits, self.keys(64)).tolist()
+                drawn = sorted(set(drawn))
                 assert drawn == [best], f"temperature={temperature}: drew {drawn} of {logits.tolist()}; expected {best}"
         self.check(SamplingParams(temperature=2.0), torch.linspace(-0.1, 0.1, 8), 1 << 16)
 
@@ -411,7 +444,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             params = SamplingParams.make(**requested)
             logits = torch.randn(5, self.vocab, generator=rng)
             stage = Stage(self, 5)
-            stage.join(range(5), [_new_sequence(params, row, i) for i, row in enumerate(logits)])
+            seqs = [_new_sequence(params, row, i) for i, row in enumerate(logits)]
+            stage.join(range(5), seqs)
             want = stage.draw(range(5), logits)[fine].tolist()
             logits[1, 5] = torch.nan
             logits[2] = -torch.inf
@@ -424,10 +458,12 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         """Check 151,936 tokens: a drawn token is one that may be drawn, and the same alone as in the batch."""
         rng = np.random.default_rng(5)
         logits = torch.tensor(rng.normal(0, 2, LARGE), dtype=torch.float32)
-        tried = [*self.tried_rows(), *self._readable([{"top_k": 2000}, {"top_p": 0.99}])]
+        wide = self._readable([{"top_k": 2000}, {"top_p": 0.99}])
+        tried = [*self.tried_rows(), *wide]
         seqs = []
         for i, requested in enumerate(tried):
-            seqs.append(_new_sequence(SamplingParams.make(**requested), logits.roll(977 * i), i))
+            params = SamplingParams.make(**requested)
+            seqs.append(_new_sequence(params, logits.roll(977 * i), i))
         stage = Stage(self, len(seqs), vocab=LARGE)
         stage.join(range(len(seqs)), seqs)
         drawn = stage.draw(range(len(seqs)), stack_logits(seqs)).cpu()
@@ -447,7 +483,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         logits = torch.linspace(-0.5, 0.5, 8)
         prob = self.default_probabilities(logits)
         for difference, a, b in pairs:
-            first, second = (self.draws(SamplingParams(), logits, keys) for keys in (a, b))
+            first = self.draws(SamplingParams(), logits, a)
+            second = self.draws(SamplingParams(), logits, b)
             both = (prob[:, None] * prob).flatten()
             check_draws(first * 8 + second, both, f"pairs (8 a + b) of draws at a {difference}")
 
@@ -457,7 +494,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         A pair shares no key with another pair.
         """
         i = torch.arange(n)
-        base = _keys(4 * i + 11, 1 + i % (MAX_LEN - 3))
+        position = 1 + i % (MAX_LEN - 3)
+        base = _keys(4 * i + 11, position)
         yield "position and the next", base, base + POSITION
         yield "seed and the next", base, base + SEED
         yield "seed and seed + 2**32", base, base + (SEED << 32)
@@ -501,7 +539,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
     def _without_history(self) -> bool:
         """Return whether default draws do not read ``rows.tokens``, so that any position is valid."""
         stage = Stage(self, 2)
-        stage.join([0, 1], [_new_sequence(SamplingParams(), torch.zeros(self.vocab))] * 2)
+        seq = _new_sequence(SamplingParams(), torch.zeros(self.vocab))
+        stage.join([0, 1], [seq] * 2)
         stage.tokens = tokens = stage.tokens.as_subclass(WatchedProcessor)
         stage.draw([0, 1], torch.zeros(2, self.vocab))
         return not tokens.used
@@ -531,7 +570,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
                 ("beside others", self.draws(params, logits, keys, self._others())),
                 ("in steps of one row", self.draws(params, logits, keys[:16], (), 1)),
             ):
-                wrong = (got != first[: len(got)]).nonzero().flatten().tolist()
+                differ = got != first[: len(got)]
+                wrong = differ.nonzero().flatten().tolist()
                 if wrong:
                     at = wrong[0]
                     rows = f"{len(wrong)} of {len(got)} rows, such as row {at}"

@@ -55,11 +55,13 @@ class Batches:
         batches = [(f"beside {len(crowd)} others", MANY, crowd, MANY)]
         if spread == SPREADS[0]:
             batches.append(("alone in a step", FEW, [], 1))
-            batches.append(("beside 2 others", FEW, crowd[:2], 1))
+            batch = ("beside 2 others", FEW, crowd[:2], 1)
+            batches.append(batch)
             batches.append((f"alone beside {len(crowd)} others", FEW // 4, crowd, 1))
         for batch, n, others, at_once in batches:
             got = self.draws(params, row, keys[:n], others, at_once)
-            wrong = (got != want[:n]).nonzero().flatten().tolist()
+            differ = got != want[:n]
+            wrong = differ.nonzero().flatten().tolist()
             assert not wrong, (
                 f"{seq}: {batch} it draws other tokens in {len(wrong)} of {n} draws than in a step of {MANY} rows "
                 f"that are alike, such as {got[wrong[0]]}, not {want[wrong[0]]}"
@@ -74,7 +76,8 @@ class Batches:
         kinds = unlike(row)
         for i in range(5 * len(kinds)):
             requested = tried[(i + i // len(tried)) % len(tried)]
-            yield SampledSeq(SamplingParams.make(**requested), (0,), (), kinds[i % len(kinds)], seed=i)
+            params = SamplingParams.make(**requested)
+            yield SampledSeq(params, (0,), (), kinds[i % len(kinds)], seed=i)
 
     def _check_drawn_from(self, seq: SampledSeq, crowd: Sequence[SampledSeq]) -> None:
         """Fail unless ``drawn_from`` returns the same for a row alone, before other rows and after them."""
@@ -84,8 +87,10 @@ class Batches:
             ("after one other", crowd[-1:], ()),
             (f"after {len(crowd)} others", crowd, ()),
         ):
-            found = self._distribution([*before, seq, *after], len(before))
-            moved = ((alone > 0) != (found > 0)).nonzero().flatten().tolist()
+            seqs = [*before, seq, *after]
+            found = self._distribution(seqs, len(before))
+            differ = (alone > 0) != (found > 0)
+            moved = differ.nonzero().flatten().tolist()
             assert not moved, f"{seq}: drawn_from {batch} differs from alone in whether tokens {moved[:8]} may come"
             near = torch.allclose(alone, found, rtol=1e-4, atol=1e-7)
             assert near, f"{seq}: drawn_from {batch} returns other probabilities than alone"
@@ -97,5 +102,6 @@ class Batches:
         stage.join(slots, seqs)
         logits = stack_logits(seqs).to(stage.device)
         with torch.inference_mode():
-            drawn = stage.worker.drawn_from(logits, stage.rows(slots, stage.variant(slots)), stage.state.columns)
+            rows = stage.rows(slots, stage.variant(slots))
+            drawn = stage.worker.drawn_from(logits, rows, stage.state.columns)
         return drawn[at].double().softmax(0).cpu()

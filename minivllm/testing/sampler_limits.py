@@ -46,12 +46,17 @@ def kept(prob: Tensor, p: SamplingParams, least_p: float, mass_p: float, wide: b
     In the first mask, all tokens are kept that tie with the last kept one.  In the second, none of them are kept
     unless all are.  ``wide`` makes top-p count the mass of all tokens that tie at the edge of top-k.
     """
-    alive = (prob >= min(least_p, 1.0) * prob.max()) & (prob > 0)
-    ranked = torch.argsort(torch.where(alive, prob, -1.0), descending=True, stable=True)
+    least = min(least_p, 1.0) * prob.max()
+    alive = (prob >= least) & (prob > 0)
+    ranks = torch.where(alive, prob, -1.0)
+    ranked = torch.argsort(ranks, descending=True, stable=True)
     order = ranked[: int(alive.sum())]
     if 0 < p.top_k < len(order):
         edge = prob[order[p.top_k - 1]]
-        count = int((prob[order] >= edge).sum()) if wide else p.top_k
+        if wide:
+            count = int((prob[order] >= edge).sum())
+        else:
+            count = p.top_k
         order = order[:count]
     if p.top_p < 1:
         mass = prob[order] / prob[order].sum()
@@ -73,7 +78,8 @@ def nearest(prob: Tensor, mass_p: float) -> tuple[Tensor, Tensor]:
     logp = torch.where(alive, prob, 1.0).log()
     entropy = -(prob * logp).sum()
     far = torch.where(alive, (-logp - entropy).abs(), torch.inf)
-    order = torch.argsort(far, stable=True)[: int(alive.sum())]
+    order = torch.argsort(far, stable=True)
+    order = order[: int(alive.sum())]
     edge = far[order[top_mass(prob[order], mass_p) - 1]]
     may = alive & (far <= edge + NEAR)
     inner = alive & (far < edge - NEAR)
@@ -103,7 +109,8 @@ def supports(prob: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
     must = prob > 0
     may = prob < 0
     for a, b, wide in itertools.product((-NEAR, 0.0, NEAR), (-NEAR, 0.0, NEAR), (True, False)):
-        ties, sure = kept(prob, p, p.min_p * (1 - a), p.top_p + b, wide)
+        least_p = p.min_p * (1 - a)
+        ties, sure = kept(prob, p, least_p, p.top_p + b, wide)
         must = must & sure
         may = may | ties
     return must, may
@@ -119,7 +126,8 @@ def typical_supports(prob: Tensor, params: SamplingParams) -> tuple[Tensor, Tens
                 must = tokens
                 continue
             rest = torch.where(tokens, prob, 0.0)
-            sure, maybe = supports(rest / rest.sum().clamp(min=TINY), params)
+            total = rest.sum().clamp(min=TINY)
+            sure, maybe = supports(rest / total, params)
             must = must & sure
             may = may | maybe
     return must, may

@@ -77,7 +77,8 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     def own_logits(self, ids: Sequence[int], vocab: int) -> Tensor:
         """Return logits f32 [V] of a processor's own model after some tokens."""
-        return normal_logits(np.random.default_rng([vocab, *ids]), 3, vocab)
+        rng = np.random.default_rng([vocab, *ids])
+        return normal_logits(rng, 3, vocab)
 
     def context(self) -> tuple[Any, ...]:
         return (SamplingContext(self.vocab, MAX_LEN, (2,)),)
@@ -89,7 +90,9 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     def unknown(self) -> list[str]:
         """Return the parameters that the plug-in reads and for which neither the kit nor ``params`` has values."""
-        own = {name for p in self.params(self.vocab) for name in (*p, *p.get("extra", ()))}
+        own = set()
+        for p in self.params(self.vocab):
+            own |= {*p, *p.get("extra", ())}
         return sorted(self.reads - own - set(STANDARD))
 
     def _skip_unknown(self) -> None:
@@ -119,13 +122,17 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     def exercise(self, instance: Any) -> Any:
         row = check_row_type(self.bound(instance, SamplingParams()), "")
-        bound = None if row is None else (row.variant, str(row))
+        if row is None:
+            bound = None
+        else:
+            bound = (row.variant, str(row))
         return sorted(instance.reads), sorted(instance.columns()), bound
 
     def used_stage(self, instance: Any) -> Stage:
         """Return a stage with a sequence in slot 1, in which ``instance`` both binds requests and works on rows."""
         stage = Stage(self, 2, instance=instance)
-        stage.join([1], [SampledSeq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))])
+        seq = SampledSeq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))
+        stage.join([1], [seq])
         return stage
 
     def _same(self, got: Tensor, want: Tensor, s: SampledSeq, what: str) -> None:
@@ -133,7 +140,8 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         if torch.equal(got, want):
             return
         if got.ndim:
-            at = (got != want).nonzero().flatten().tolist()[:8]
+            differ = (got != want).nonzero()
+            at = differ.flatten().tolist()[:8]
             shown = f"at tokens {at}: {got[at].tolist()}, not {want[at].tolist()}"
         else:
             shown = f"token {got.item()}, not {want.item()}"
@@ -152,14 +160,18 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         for name in sorted(self.reads):
             assert isinstance(name, str), f"reads has {name!r}: expected names"
             assert name in PROCESSED or name not in NAMES, f"reads has {name!r}, which the engine itself serves"
-            near = difflib.get_close_matches(name, PROCESSED, 1, 0.85) if name not in known else []
+            if name not in known:
+                near = difflib.get_close_matches(name, PROCESSED, 1, 0.85)
+            else:
+                near = []
             assert not near, f"reads has {name!r}, which is no sampling parameter: did you mean {near[0]!r}?"
         self._skip_unknown()
 
     @since(1, 0)
     def test_columns_can_be_made(self) -> None:
         """Check that ``columns()`` is the same for each instance, with torch dtypes that can hold the fill values."""
-        first, second = (dict(self.make(self.vocab).columns()) for _ in range(2))
+        first = dict(self.make(self.vocab).columns())
+        second = dict(self.make(self.vocab).columns())
         assert first == second, f"columns() differs between two instances: {first} and {second}"
         for name, column in first.items():
             dtype = getattr(torch, column.dtype, None)
@@ -198,7 +210,8 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             for value in wrong_values(name, self.vocab):
                 self._check_refusal(instance, name, {name: value}, True)
         for requested in self.wrong_params(self.vocab):
-            self._check_refusal(instance, next(iter(requested.get("extra") or requested)), requested, True)
+            name = next(iter(requested.get("extra") or requested))
+            self._check_refusal(instance, name, requested, True)
         for name in sorted(self.reads - PROCESSED):
             for value in GARBAGE:
                 self._check_refusal(instance, name, {"extra": {name: value}}, False)
@@ -241,7 +254,8 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             params = SamplingParams.make(**requested)
             plain = check_row_type(self.bound(instance, params), str(requested))
             extra = {**requested.get("extra", {}), "no_one_reads_this": 1.0}
-            row = self.bound(instance, SamplingParams.make(**{**other, **requested, "extra": extra}))
+            passed = SamplingParams.make(**{**other, **requested, "extra": extra})
+            row = self.bound(instance, passed)
             assert same_rows(plain, row), (
                 f"bind({requested}) returned {plain}, and {row} with {sorted(other)} set, which `reads` does not name"
             )
@@ -268,19 +282,23 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         def holds(data: Any, seed: int) -> None:
             rng = random.Random(seed)
             seqs = self.sequences(data, data.draw(st.integers(2, 6)))
-            crowd = [replace(s, logits=x) for s in seqs[1:] for x in rng.sample(unlike(seqs[0].logits), 2)]
+            crowd = []
+            for s in seqs[1:]:
+                crowd += [replace(s, logits=x) for x in rng.sample(unlike(seqs[0].logits), 2)]
             seqs = [*seqs, *crowd] if rng.random() < 0.7 else seqs
             if many := rng.random() < 0.25:
                 seqs += [replace(rng.choice(crowd), seed=i) for i in range(18)]
             stage, slots = Stage(self, len(seqs) + 2), rng.sample(range(len(seqs) + 2), len(seqs))
             stage.join(slots, seqs)
             order = rng.sample(range(len(seqs)), len(seqs) if many else rng.randint(2, len(seqs)))
-            got = self.output(stage, [slots[i] for i in order], torch.stack([seqs[i].logits for i in order]))
+            logits = torch.stack([seqs[i].logits for i in order])
+            got = self.output(stage, [slots[i] for i in order], logits)
             seen["order"] += order != sorted(order)
             seen["many"] += len(order) > 16
             for j, i in list(enumerate(order))[:MOST_ALONE]:
                 what = f"as row {j} of {len(order)} (slot {slots[i]}), beside {len(order) - 1} others, it"
-                self._same(got[j], self.alone(seqs[i]), seqs[i], what)
+                want = self.alone(seqs[i])
+                self._same(got[j], want, seqs[i], what)
 
         seen.require(order=5, many=2)
 
@@ -317,11 +335,15 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             stage.poison([0, 2, 5])
             before = stage.columns(range(6))
             tokens = stage.tokens.clone()
-            self.output(stage, [1, 4], stack_logits([seqs[1], seqs[0]]))
+            logits = stack_logits([seqs[1], seqs[0]])
+            self.output(stage, [1, 4], logits)
             assert torch.equal(stage.tokens, tokens), "wrote into rows.tokens, the engine's token history"
             stage.accept([1, 4], [[5], [6]])
             for name, column in stage.columns(range(6)).items():
-                changed = [i for i in (0, 2, 3, 5) if not torch.equal(column[i], before[name][i])]
+                changed = []
+                for i in (0, 2, 3, 5):
+                    if not torch.equal(column[i], before[name][i]):
+                        changed.append(i)
                 assert not changed, f"column {name!r} of slots {changed} changed in a step with the rows of slots 1, 4"
 
     # ---- state ---------------------------------------------------------------------------------------------------
@@ -334,8 +356,10 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         stage.join(slots, seqs)
         out = []
         for _ in range(3):
-            out.append(self.output(stage, slots, normal_logits(rng, 3, len(seqs), self.vocab)))
-            stage.accept(slots, rng.integers(0, self.vocab, (len(seqs), 1)))
+            logits = normal_logits(rng, 3, len(seqs), self.vocab)
+            out.append(self.output(stage, slots, logits))
+            drawn = rng.integers(0, self.vocab, (len(seqs), 1))
+            stage.accept(slots, drawn)
         return out + list(stage.columns(slots).values())
 
     @since(1, 0)
@@ -352,9 +376,13 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             fused = self._life(seqs, seed, instance=self.make(self.vocab))
             fresh = self._life(seqs, seed, fresh=True)
             for step, (a, b) in enumerate(zip(fused, fresh, strict=True)):
-                differ = [i for i in range(len(seqs)) if not torch.equal(a[i], b[i])]
+                differ = []
+                for i in range(len(seqs)):
+                    if not torch.equal(a[i], b[i]):
+                        differ.append(i)
                 place = f"step {step}" if step < 3 else f"column {step - 3} at the end"
-                rows = "; ".join(str(seqs[j]) for j in differ)
+                parts = (str(seqs[j]) for j in differ)
+                rows = "; ".join(parts)
                 assert not differ, f"{place}: rows {differ} differ if another instance serves each call: {rows}"
 
     @since(1, 0)
@@ -370,7 +398,8 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
         @self.for_all(40, st.data(), st.integers(0, 2**20))
         def holds(data: Any, seed: int) -> None:
-            self._check_commit(self.sequences(data, 3), np.random.default_rng(seed), seen)
+            seqs = self.sequences(data, 3)
+            self._check_commit(seqs, np.random.default_rng(seed), seen)
 
         seen.require(twice=10)
         if not seen["changed"]:  # a parameter without known values may be the one that turns the state on
@@ -383,32 +412,40 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         k = int(rng.integers(2, MOST_COMMITTED + 1))
         favourites = [3, 5, self.vocab - 1]
         tokens = rng.integers(0, self.vocab, (3, k))
-        count = rng.permutation([0, int(rng.integers(1, k)), k])
+        some = int(rng.integers(1, k))
+        count = rng.permutation([0, some, k])
         tokens = np.where(rng.random((3, k)) < 0.5, rng.choice(favourites, (3, k)), tokens)
         logits = stack_logits(seqs)
-        together, single = (Stage(self, 4, max_len=MAX_LEN + MOST_COMMITTED) for _ in range(2))
+        together = Stage(self, 4, max_len=MAX_LEN + MOST_COMMITTED)
+        single = Stage(self, 4, max_len=MAX_LEN + MOST_COMMITTED)
         for stage in (together, single):
             stage.join(slots, seqs)
             # a draw may store state that the following commit reads, so one is made
             self.output(stage, slots, logits)
         before = together.columns(slots)
         accepted = np.arange(k) < count[:, None]
-        passed = np.where(accepted, tokens, rng.choice([0, 5, self.vocab - 1], (3, k)))
-        together.accept(slots, passed, count, variant=together.variant(np.array(slots)))
+        rejected = rng.choice([0, 5, self.vocab - 1], (3, k))
+        passed = np.where(accepted, tokens, rejected)
+        variant = together.variant(np.array(slots))
+        together.accept(slots, passed, count, variant=variant)
         for i in range(k):
             on = [j for j in range(3) if count[j] > i]
-            single.accept([slots[j] for j in on], tokens[on, i : i + 1])
+            on_slots = [slots[j] for j in on]
+            single.accept(on_slots, tokens[on, i : i + 1])
         want = single.columns(slots)
         for name, column in together.columns(slots).items():
             for j, s in enumerate(seqs):
                 label = f"{s}, then tokens {passed[j].tolist()} with count {count[j]}: column {name!r} is"
                 seen["changed"] += not torch.equal(want[name][j], before[name][j])
                 assert torch.equal(column[j], want[name][j]), f"{label} {column[j]}, one by one {want[name][j]}"
-        got, want_out = self.output(together, slots, logits), self.output(single, slots, logits)
+        got = self.output(together, slots, logits)
+        want_out = self.output(single, slots, logits)
         for j, s in enumerate(seqs):
             label = f"after {count[j]} of the tokens {passed[j].tolist()} at once, it"
             self._same(got[j], want_out[j], s, label)
-        kept = [row[:n] for row, n in zip(tokens.tolist(), count.tolist(), strict=True)]
+        kept = []
+        for row, n in zip(tokens.tolist(), count.tolist(), strict=True):
+            kept.append(row[:n])
         seen["twice"] += any(len(set(row)) < len(row) for row in kept)
 
     @since(1, 0)
@@ -426,13 +463,17 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             (s,) = self.sequences(data, 1)
             rng = np.random.default_rng(seed)
             k = data.draw(st.integers(1, 4))
-            tokens = rng.choice([3, 5, *s.prompt[:3], self.vocab - 1], k)
-            logits = torch.stack([s.logits.roll(i) for i in range(k + 1)])
-            together, single = (Stage(self, 3, max_len=MAX_LEN + 8) for _ in range(2))
+            choices = [3, 5, *s.prompt[:3], self.vocab - 1]
+            tokens = rng.choice(choices, k)
+            rows = [s.logits.roll(i) for i in range(k + 1)]
+            logits = torch.stack(rows)
+            together = Stage(self, 3, max_len=MAX_LEN + 8)
+            single = Stage(self, 3, max_len=MAX_LEN + 8)
             for stage in (together, single):
                 stage.join([1], [s])
             start = int(together.position[1])
-            together.tokens[1, start : start + k] = torch.tensor(tokens, dtype=torch.int32)
+            drafts = torch.tensor(tokens, dtype=torch.int32)
+            together.tokens[1, start : start + k] = drafts
             together.ahead = np.arange(k + 1)
             got = self.output(together, [1] * (k + 1), logits)
             for i in range(k + 1):
@@ -466,7 +507,8 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
                 single.join([0], [s])
                 self.output(single, [0], s.logits[None])
                 single.accept([0], [[token]])
-                self._same(got[j], self.output(single, [0], s.logits[None])[0], longer, label)
+                want = self.output(single, [0], s.logits[None])[0]
+                self._same(got[j], want, longer, label)
                 if not kept:
                     self._same(got[j], self.alone(longer), longer, label)
 
@@ -482,19 +524,28 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         def holds(data: Any, seed: int, leaves: int) -> None:
             (s,), rng = self.sequences(data, 1), np.random.default_rng(seed)
             s = replace(s, output=())
-            stages, slots, came = [Stage(self, 3, garbage=5) for _ in range(2)], [1, 1], ()
+            stages = [Stage(self, 3, garbage=5) for _ in range(2)]
+            slots = [1, 1]
+            came = ()
             for stage in stages:
                 stage.join([1], [s])
             for step in range(6):
                 if step == leaves:
-                    saved, slots = stages[1].state.save(1), [1, 2]
+                    saved = stages[1].state.save(1)
+                    slots = [1, 2]
                     stages[1].poison([1])
                     stages[1].join([2], [replace(s, output=came)])
                     stages[1].state.restore(2, saved)
-                logits = torch.tensor(rng.normal(0, 2, (1, self.vocab)), dtype=torch.float32)
-                a, b = (self.output(stage, [slot], logits) for stage, slot in zip(stages, slots, strict=True))
-                self._same(b[0], a[0], replace(s, output=came), f"in step {step}, preempted before step {leaves}, it")
-                token = int(a[0]) if a.ndim == 1 else int(rng.integers(0, self.vocab))
+                values = rng.normal(0, 2, (1, self.vocab))
+                logits = torch.tensor(values, dtype=torch.float32)
+                a = self.output(stages[0], [slots[0]], logits)
+                b = self.output(stages[1], [slots[1]], logits)
+                grown = replace(s, output=came)
+                self._same(b[0], a[0], grown, f"in step {step}, preempted before step {leaves}, it")
+                if a.ndim == 1:
+                    token = int(a[0])
+                else:
+                    token = int(rng.integers(0, self.vocab))
                 for stage, slot in zip(stages, slots, strict=True):
                     stage.accept([slot], [[token]])
                 came = (*came, token)
@@ -526,7 +577,8 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         rows = stage.rows(slots[on], variant, MAX_LEN)
         logits = [stack_logits([seqs[i] for i in at]).cuda() for seqs in batches]
         source = logits[1].clone()
-        worker, columns = stage.worker, stage.state.columns
+        worker = stage.worker
+        columns = stage.state.columns
         with torch.inference_mode():
             got, replay = captured(lambda: self.call(worker, source.clone(), rows, columns))
             for seqs, now in zip(batches, logits, strict=True):

@@ -29,9 +29,10 @@ def keywords_of(reads: Collection[str], params: Sequence[Mapping[str, Any]], voc
         values = {name: values_of(name, vocab) for name in group if name in reads}
         if values:
             found.append(st.fixed_dictionaries({}, optional=values))
-    if "mirostat_tau" in reads:  # mirostat replaces the other limits
+    if "mirostat_tau" in reads:  # mirostat replaces the limits top-k, top-p and min-p
         more = {"mirostat_eta": st.sampled_from([0.05, 0.5]), "temperature": st.sampled_from([0.4, 1.7])}
-        found.append(st.fixed_dictionaries({"mirostat_tau": values_of("mirostat_tau", vocab)}, optional=more))
+        tau = {"mirostat_tau": values_of("mirostat_tau", vocab)}
+        found.append(st.fixed_dictionaries(tau, optional=more))
     if params:
         found.append(st.sampled_from(list(params)).map(dict))
     if found:
@@ -102,13 +103,15 @@ def histories(vocab: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
 
 def make_sequences(data: Any, n: int, vocab: int, keywords: Callable[[int], Keywords]) -> list[SampledSeq]:
     """Draw n sequences with parameters from ``keywords``, repeated tokens, and some logits of -inf and 0."""
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    seed = data.draw(st.integers(0, 2**32))
+    rng = np.random.default_rng(seed)
     return [_make_sequence(data, rng, vocab, keywords) for _ in range(n)]
 
 
 def _make_sequence(data: Any, rng: np.random.Generator, vocab: int, keywords: Callable[[int], Keywords]) -> SampledSeq:
     params = SamplingParams.make(**data.draw(keywords(vocab)))
-    favourites = [0, vocab - 1, *rng.integers(0, vocab, 3).tolist()]
+    some = rng.integers(0, vocab, 3).tolist()
+    favourites = [0, vocab - 1, *some]
     length = data.draw(st.integers(1, MAX_LEN - 5))
     repeats = rng.random(length) < 0.5
     repeated = rng.choice(favourites, length)
@@ -118,7 +121,8 @@ def _make_sequence(data: Any, rng: np.random.Generator, vocab: int, keywords: Ca
         word = words[rng.integers(len(words))]
         tokens[length - len(word) :] = word
     prompt = data.draw(st.integers(1, length))
-    logits = normal_logits(rng, data.draw(st.sampled_from([0.3, 4.0])), vocab).numpy()
+    spread = data.draw(st.sampled_from([0.3, 4.0]))
+    logits = normal_logits(rng, spread, vocab).numpy()
     logits[rng.random(vocab) < 0.1] = 0.0
     logits[1:][rng.random(vocab - 1) < 0.1] = -np.inf
     ids = tuple(tokens.tolist())

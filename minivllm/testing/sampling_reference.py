@@ -28,7 +28,9 @@ def standard_reference(
     become -inf (see ``banned``).  A schedule of the temperature divides all logits.
     """
     out = logits.clone()
-    penalties = {name: getattr(params, name) if name in reads else off for name, off in OFF.items()}
+    penalties = {}
+    for name, off in OFF.items():
+        penalties[name] = getattr(params, name) if name in reads else off
     likelier = penalties["encoder_repetition_penalty"]
     for token in set(prompt):
         out[token] = out[token] * likelier if out[token] > 0 else out[token] / likelier
@@ -66,7 +68,9 @@ def banned(reads: frozenset[str], params: SamplingParams, prompt: list[int], out
     history = prompt + output
     if n and len(history) >= n - 1:
         tail = history[len(history) - n + 1 :]
-        grams = [history[i : i + n] for i in range(len(history) - n + 1)]
+        grams = []
+        for i in range(len(history) - n + 1):
+            grams.append(history[i : i + n])
         tokens |= {gram[-1] for gram in grams if gram[:-1] == tail}
     return tokens
 
@@ -92,5 +96,7 @@ def _entropy_factor(schedule: Mapping[str, float], logits: Tensor) -> float:
     possible = int((logits > -math.inf).sum())
     share = 0.0
     if possible > 1:
-        share = max(float(-(p * p.log()).sum()) / math.log(possible), 0.0)
-    return schedule["low"] + (schedule["high"] - schedule["low"]) * share ** schedule.get("exponent", 1.0)
+        entropy = float(-(p * p.log()).sum())
+        share = max(entropy / math.log(possible), 0.0)
+    span = schedule["high"] - schedule["low"]
+    return schedule["low"] + span * share ** schedule.get("exponent", 1.0)

@@ -72,7 +72,8 @@ def values_of(name: str, vocab: int) -> st.SearchStrategy[Any]:
 
 def wrong_values(name: str, vocab: int) -> Sequence[Any]:
     """Return values of a standard parameter that ``SamplingParams`` accepts and every plug-in must refuse."""
-    nan, inf = math.nan, math.inf
+    nan = math.nan
+    inf = math.inf
     linear = {"kind": "linear", "start": 1.0, "end": 0.5, "tokens": 9}
     if name == "logit_bias":
         return (
@@ -108,9 +109,15 @@ class SampledSeq:
 
     def __str__(self) -> str:
         neutral = SamplingParams()
-        values = {f.name: getattr(self.params, f.name) for f in fields(self.params)}
-        changed = {name: value for name, value in values.items() if value != getattr(neutral, name)}
-        prompt, output = _shorten(self.prompt), _shorten(self.output)
+        values = {}
+        for f in fields(self.params):
+            values[f.name] = getattr(self.params, f.name)
+        changed = {}
+        for name, value in values.items():
+            if value != getattr(neutral, name):
+                changed[name] = value
+        prompt = _shorten(self.prompt)
+        output = _shorten(self.output)
         return f"a row with {changed or 'default parameters'}, prompt {prompt}, output {output}"
 
 
@@ -159,16 +166,28 @@ class Stage:
         self.fresh = fresh
         self.max_len = max_len
         self.device = torch.device(suite.place())
-        self.host = suite.make(self.vocab, max_len) if instance is None else instance
-        self._worker = suite.make(self.vocab, max_len) if instance is None else instance
+        if instance is None:
+            self.host = suite.make(self.vocab, max_len)
+        else:
+            self.host = instance
+        if instance is None:
+            self._worker = suite.make(self.vocab, max_len)
+        else:
+            self._worker = instance
         self.commits = type(self.host).commit is not Processor.commit
         self.state = ProcessorState(self._worker, slots, self.device)
         shape = (slots, min(max_len, history) + 1)
-        stale = np.random.default_rng(garbage).choice(STALE, shape) if garbage else np.zeros(shape)
+        if garbage:
+            stale = np.random.default_rng(garbage).choice(STALE, shape)
+        else:
+            stale = np.zeros(shape)
         # number of drafts between the known tokens of a slot and the row's own token: one number, or [N]
         self.ahead: Any = 0
         self.tokens = torch.tensor(stale, dtype=torch.int32, device=self.device)
-        self.position, self.prompt, self.seed, self.sample = (np.zeros(slots, np.int64) for _ in range(4))
+        self.position = np.zeros(slots, np.int64)
+        self.prompt = np.zeros(slots, np.int64)
+        self.seed = np.zeros(slots, np.int64)
+        self.sample = np.zeros(slots, np.int64)
         # names of calls that would wait for a GPU; None means that they are not recorded
         self.waited: list[str] | None = None
         if garbage:
@@ -177,7 +196,9 @@ class Stage:
     @property
     def worker(self) -> Any:
         """Return the instance of the plug-in that works on rows."""
-        return self.suite.make(self.vocab, self.max_len) if self.fresh else self._worker
+        if self.fresh:
+            return self.suite.make(self.vocab, self.max_len)
+        return self._worker
 
     def poison(self, slots: Sequence[int]) -> None:
         """Fill the columns of some slots with numbers that an earlier sequence may have left there."""
@@ -189,18 +210,21 @@ class Stage:
         at = np.asarray(slots)
         bound = {}
         for i, s in enumerate(seqs):
-            row = self.host.bind_prompt(s.params, np.array(s.prompt, np.int32))
+            prompt = np.array(s.prompt, np.int32)
+            row = self.host.bind_prompt(s.params, prompt)
             if check_row_type(row, str(s.params.extra or "")) is not None:
                 bound[i] = row
         self.state.join(at, self._on_device(at), bound)
         for slot, s in zip(at.tolist(), seqs, strict=True):
-            self.tokens[slot, : len(s.prompt)] = torch.tensor(s.prompt, dtype=torch.int32, device=self.device)
+            known = torch.tensor(s.prompt, dtype=torch.int32, device=self.device)
+            self.tokens[slot, : len(s.prompt)] = known
             self.position[slot] = self.prompt[slot] = len(s.prompt)
             self.seed[slot] = s.seed
             self.sample[slot] = s.sample
         for i in range(max(len(s.output) for s in seqs)):
             on = [j for j, s in enumerate(seqs) if len(s.output) > i]
-            self.accept(at[on], [[seqs[j].output[i]] for j in on])
+            tokens = [[seqs[j].output[i]] for j in on]
+            self.accept(at[on], tokens)
 
     def _on_device(self, numbers: np.ndarray) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
@@ -219,7 +243,10 @@ class Stage:
         """
         slots = np.asarray(slots)
         new = self._on_device(np.asarray(tokens))
-        count = np.full(len(slots), new.shape[1]) if count is None else np.asarray(count)
+        if count is None:
+            count = np.full(len(slots), new.shape[1])
+        else:
+            count = np.asarray(count)
         for slot, row in zip(slots.tolist(), new, strict=True):
             start = int(self.position[slot])
             self.tokens[slot, start : start + len(row)] = row.int()
@@ -228,7 +255,8 @@ class Stage:
             rows = self.rows(slots[on], variant)
             with torch.inference_mode(), unwritten(rows, "commit"):
                 accepted = torch.tensor(count[on], dtype=torch.int32, device=self.device)
-                self.worker.commit(new[self._on_device(on)], accepted, rows, self.state.columns)
+                committed = new[self._on_device(on)]
+                self.worker.commit(committed, accepted, rows, self.state.columns)
         self.position[slots] += count
 
     def rows(self, slots: np.ndarray, variant: int, max_position: int = 0) -> Rows:
@@ -236,11 +264,15 @@ class Stage:
         at = self.position[slots] + self.ahead
         own = None
         if self.suite.claims("own_model"):
-            ids = [self.tokens[slot, :n].tolist() for slot, n in zip(slots.tolist(), at.tolist(), strict=True)]
-            own = torch.stack([self.suite.own_logits(row, self.vocab) for row in ids]).to(self.device)
+            ids = []
+            for slot, n in zip(slots.tolist(), at.tolist(), strict=True):
+                ids.append(self.tokens[slot, :n].tolist())
+            own = [self.suite.own_logits(row, self.vocab) for row in ids]
+            own = torch.stack(own).to(self.device)
         by_slot = (self.prompt[slots], self.seed[slots], self.sample[slots])
         numbers = [self._on_device(n) for n in (slots, at, *by_slot)]
-        return Rows(*numbers, variant, self.tokens, max_position or int(at.max()), own)
+        longest = max_position or int(at.max())
+        return Rows(*numbers, variant, self.tokens, longest, own)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -264,7 +296,8 @@ class Stage:
         if len(on):
             at = self._on_device(on)
             part = logits[at]
-            rows = self.rows(slots[on], self.variant(slots[on]), max_position)
+            variant = self.variant(slots[on])
+            rows = self.rows(slots[on], variant, max_position)
             with torch.inference_mode(), unwritten(rows, "apply"), self._watched():
                 self.worker.apply(part, rows, self.state.columns)
             logits[at] = part
@@ -289,13 +322,15 @@ class Stage:
             )
         if out.peaks is not None:
             ends = (math.inf, math.inf, -math.inf)
-            got, want = (t.to(self.device).nan_to_num(*ends).amax(dim=1) for t in (out.peaks, logits))
+            got = out.peaks.to(self.device).nan_to_num(*ends).amax(dim=1)
+            want = logits.to(self.device).nan_to_num(*ends).amax(dim=1)
             assert torch.equal(got, want), f"the largest of out.peaks are {got}: expected those of the logits, {want}"
         return tokens
 
     def columns(self, slots: Sequence[int]) -> dict[str, Tensor]:
         """Return copies of the columns at some slots."""
-        return {name: column[list(slots)].clone() for name, column in self.state.columns.items()}
+        at = list(slots)
+        return {name: column[at].clone() for name, column in self.state.columns.items()}
 
 
 class WatchedProcessor(Tensor):
@@ -332,7 +367,8 @@ def unwritten(rows: Rows, call: str) -> Iterator[None]:
 
 def some_prompt(n: int, vocab: int) -> np.ndarray:
     """Return n random token ids, int32, read-only as the engine passes them to a plug-in."""
-    ids = np.random.default_rng(n).integers(0, vocab, n, np.int32)
+    generator = np.random.default_rng(n)
+    ids = generator.integers(0, vocab, n, np.int32)
     ids.flags.writeable = False
     return ids
 
@@ -362,7 +398,8 @@ def _check_value(value: Any, column: Column, label: str) -> None:
     array = np.asarray(value)
     assert array.dtype.kind in "biuf", f"{label} has value {value!r}: expected numbers"
     assert array.size == math.prod(column.shape), f"{label} has shape {array.shape}: expected {column.shape}"
-    stored = torch.as_tensor(array).to(getattr(torch, column.dtype)).double().numpy()
+    held = torch.as_tensor(array).to(getattr(torch, column.dtype))
+    stored = held.double().numpy()
     assert not np.isnan(stored).any(), f"{label} is NaN: refuse the value with a RequestError"
     if column.dtype.startswith(("float", "bfloat")):
         same = np.isinf(stored) <= np.isinf(array)
@@ -377,7 +414,8 @@ def same_rows(a: Row | None, b: Row | None) -> bool:
         return a is b
     if a.values.keys() != b.values.keys() or a.variant != b.variant:
         return False
-    return all(np.array_equal(np.asarray(a.values[k]), np.asarray(b.values[k])) for k in a.values)
+    pairs = [(np.asarray(a.values[name]), np.asarray(b.values[name])) for name in a.values]
+    return all(np.array_equal(one, other) for one, other in pairs)
 
 
 def captured(call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:

@@ -65,10 +65,13 @@ class SamplingSizes(Lasting):
         self.need("graph_safe")
         if "cuda" not in self.values("device", "cpu", "cuda"):
             pytest.skip("it claims only the CPU, where nothing waits")
-        logits = normal_logits(np.random.default_rng(4), 2, self.vocab)
+        rng = np.random.default_rng(4)
+        logits = normal_logits(rng, 2, self.vocab)
         for requested in self._keywords_to_try():
             stage = Stage(self, 1)  # type: ignore[arg-type]
-            stage.join([0], [SampledSeq(SamplingParams.make(**requested), (1, 2, 3), (4, 5), logits, seed=1)])
+            params = SamplingParams.make(**requested)
+            seq = SampledSeq(params, (1, 2, 3), (4, 5), logits, seed=1)
+            stage.join([0], [seq])
             stage.waited = []
             self.output(stage, [0], logits[None])
             no_wait(stage.waited, f"with {requested} it")
@@ -77,9 +80,12 @@ class SamplingSizes(Lasting):
         """Serve a new sequence: bind it, commit its tokens, and change its logits or draw from them."""
         rng = np.random.default_rng(number)
         tried = self._keywords_to_try()
-        params = SamplingParams.make(**{"seed": number, **tried[number % len(tried)]})
-        ids = tuple(rng.integers(0, self.vocab, 4 + number % 7).tolist())
-        seq = SampledSeq(params, ids[:3], ids[3:], normal_logits(rng, 2, self.vocab), seed=number)
+        requested = {"seed": number, **tried[number % len(tried)]}
+        params = SamplingParams.make(**requested)
+        length = 4 + number % 7
+        ids = tuple(rng.integers(0, self.vocab, length).tolist())
+        logits = normal_logits(rng, 2, self.vocab)
+        seq = SampledSeq(params, ids[:3], ids[3:], logits, seed=number)
         self.alone(seq, instance=instance)
 
     @since(1, 0)
@@ -91,7 +97,8 @@ class SamplingSizes(Lasting):
         for i in range(ROWS):
             ids = tuple(rng.integers(0, 9, 7).tolist())
             logits = normal_logits(rng, 2, self.vocab)
-            seqs.append(SampledSeq(params[rng.integers(len(params))], ids[:3], ids[3:], logits, seed=i))
+            drawn_params = params[rng.integers(len(params))]
+            seqs.append(SampledSeq(drawn_params, ids[:3], ids[3:], logits, seed=i))
         stage = Stage(self, ROWS)  # type: ignore[arg-type]
         stage.join(range(ROWS), seqs)
         got = self.output(stage, range(ROWS), stack_logits(seqs))
@@ -114,7 +121,8 @@ class ProcessorSizes(SamplingSizes):
         keywords_with: Any
 
     def tried_rows(self) -> list[Mapping[str, Any]]:
-        return [keywords for name in sorted(self.reads - set(self.unknown())) for keywords in self.keywords_with(name)]
+        known = sorted(self.reads - set(self.unknown()))
+        return [keywords for name in known for keywords in self.keywords_with(name)]
 
     def _long(self) -> Iterator[tuple[str, dict[str, Any], tuple[int, ...]]]:
         """Yield long values of parameters that are lists, words or n-grams: (parameter, keywords, output tokens).
@@ -124,8 +132,10 @@ class ProcessorSizes(SamplingSizes):
         """
         for n in ENTRIES:
             tokens = [_token(i) for i in range(n)]
-            yield "logit_bias", {"logit_bias": {token: 1.0 + i % 9 for i, token in enumerate(tokens)}}, (3,)
-            yield "bad_words", {"bad_words": [[7, token] for token in tokens]}, (7,)
+            biases = {token: 1.0 + i % 9 for i, token in enumerate(tokens)}
+            yield "logit_bias", {"logit_bias": biases}, (3,)
+            words = [[7, token] for token in tokens]
+            yield "bad_words", {"bad_words": words}, (7,)
             yield "allowed_token_ids", {"allowed_token_ids": tokens}, (3,)
         for n in LENGTHS:
             word = [_token(i) for i in range(n)]
@@ -167,10 +177,12 @@ class ProcessorSizes(SamplingSizes):
     def test_a_very_long_history_counts_too(self) -> None:
         """Check a prompt of 3,000 tokens with some output.  Tokens at both ends count, even if they occur once."""
         rng = np.random.default_rng(3)
-        prompt = (50, *rng.integers(0, 40, HISTORY).tolist(), 51)
+        middle = rng.integers(0, 40, HISTORY).tolist()
+        prompt = (50, *middle, 51)
         logits = normal_logits(rng, 3, self.vocab)
         for requested in self._keywords_to_try():
-            seq = SampledSeq(SamplingParams.make(**requested), prompt, (52, 3, 52), logits)
+            output = (52, 3, 52)
+            seq = SampledSeq(SamplingParams.make(**requested), prompt, output, logits)
             self._check_alone(seq, max_len=HISTORY + 9, history=HISTORY + 9)
 
 
@@ -206,7 +218,8 @@ class SamplerSizes(SamplingSizes):
         logits = torch.full((FAR[-1] + 1,), -torch.inf)
         logits[list(FAR)] = 0.0
         prob = self.default_probabilities(logits)
-        check_draws(self.draws(SamplingParams(), logits, self.keys(96)), prob, f"tokens {FAR}, equally likely")
+        drawn = self.draws(SamplingParams(), logits, self.keys(96))
+        check_draws(drawn, prob, f"tokens {FAR}, equally likely")
 
     @since(1, 0)
     def test_a_low_temperature_is_not_greedy(self) -> None:
@@ -218,7 +231,8 @@ class SamplerSizes(SamplingSizes):
             logits = torch.linspace(-1, 1, 8) * temperature
             prob = self.must_and_may(params, logits)[2]
             if prob is not None:
-                check_draws(self.draws(params, logits, self.keys(1 << 12)), prob, f"temperature={temperature}")
+                drawn = self.draws(params, logits, self.keys(1 << 12))
+                check_draws(drawn, prob, f"temperature={temperature}")
 
     def need_temperature(self) -> None:
         """Skip the test unless the sampler reads ``temperature``."""

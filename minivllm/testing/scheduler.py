@@ -32,7 +32,8 @@ from .spec import SpecConformance
 
 IDLE_LIMIT = 60.0  # longest time in seconds without a step while requests wait and none runs
 SLOTS, BUDGET, BLOCK, MAX_LEN = 4, 32, 4, 64
-LONG_PROMPT = 600  # tokens: 19 steps of the whole budget, and more than any limit in tokens that a policy may have
+# tokens of a long prompt: 19 steps of the whole budget, and more than any limit in tokens that a policy may have
+LONG_PROMPT = 600
 
 
 def drain(engine: Engine, clock: Clock, watch: PolicyWatch | None = None) -> None:
@@ -145,9 +146,10 @@ class EngineMachine(RuleBasedStateMachine):
     def go_on(self, data, own, out):
         """Add a request that continues the prompt of an earlier one, whose blocks may be cached."""
         r = data.draw(st.sampled_from(self.made))
-        self.admit((r.prompt.tolist() + own)[:30], max_tokens=out, cache_salt=r.params.cache_salt)
+        prompt = (r.prompt.tolist() + own)[:30]
+        self.admit(prompt, max_tokens=out, cache_salt=r.params.cache_salt)
 
-    @precondition(lambda self: self.n < 5)  # lets the action happen only once per example
+    @precondition(lambda self: self.n < 5)  # lets the crowd come only once per example
     @rule(first=st.integers(0, VOCAB - 1))
     def a_crowd(self, first):
         """Add so many long answers at once that most caches are too small for them, so that rows are preempted."""
@@ -191,7 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if not hasattr(self, "engine") or self.watch.faults or self.engine.dead:
-            return  # a rule has failed already
+            return  # a rule of the state machine has failed already
         drain(self.engine, self.clock, self.watch)
         at_rest(self.engine)
         for r in self.made:
@@ -236,7 +238,8 @@ def trace(policy: Callable[..., SchedulerPolicy], between: Callable[[], None] = 
     engine = sim_engine(slots=SLOTS, max_len=MAX_LEN, blocks=22, budget=BUDGET, depth=1, policy=policy)
     watch = PolicyWatch(engine.planner.policy)
     for i in range(40):
-        service = dict(priority=rng.randint(-2, 2), tenant=rng.choice("abc"), ttft_ms=rng.choice([None, 5.0, 5e3]))
+        service = dict(priority=rng.randint(-2, 2), tenant=rng.choice("abc"))
+        service["ttft_ms"] = rng.choice([None, 5.0, 5e3])
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
         n = 3 if i % 11 == 10 else 1
         out = rng.randint(1, 30 if n == 1 else 8)
@@ -303,12 +306,16 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         """
         now = 10.0 * number
         new = 4 * number + np.arange(4)
-        columns = dict.fromkeys(("prompt", "known", "predicted_out", "max_out"), (7 + new).astype(np.int32))
-        columns |= {"tenant": new.astype(np.int32), "priority": (new % 2**20).astype(np.int32)}
+        counts = (7 + new).astype(np.int32)
+        columns = dict.fromkeys(("prompt", "known", "predicted_out", "max_out"), counts)
+        columns["tenant"] = new.astype(np.int32)
+        columns["priority"] = (new % 2**20).astype(np.int32)
         columns |= {"ttft_due": now + 1.0 + new, "tpot_due": now + 2.0 + new, "id": new}
         arrival = now + np.arange(4.0)
         view = frozen(arrivals(arrival, **columns))
-        none, three, last = (view.take(np.arange(*part)) for part in ((0, 0), (0, 3), (3, 4)))
+        none = view.take(np.arange(0))
+        three = view.take(np.arange(3))
+        last = view.take(np.arange(3, 4))
         instance.key(view)
         instance.lane(view)
         instance.shape(Load(4, 0, 0, 90, 100, BUDGET, 5.0), now + 5)
@@ -316,7 +323,8 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         instance.shape(Load(1, 3, 0, 90, 100, BUDGET, 6.0), now + 6)
         instance.order(last, three, now + 6)
         instance.victim(view, 1)
-        instance.ended(frozen(arrivals(arrival, **columns, aborted=(new % 2).astype(np.int32))))
+        aborted = (new % 2).astype(np.int32)
+        instance.ended(frozen(arrivals(arrival, **columns, aborted=aborted)))
 
     @since(1, 1)
     def test_its_figures_are_numbers_by_name_and_asking_changes_nothing(self) -> None:
@@ -357,10 +365,12 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         requests = []
         for i in range(n):
             prompt = [i % VOCAB, i // VOCAB]
-            requests.append(request(engine, f"r{i}", prompt, arrival=clock.now - n + i, max_tokens=1 + i % 3))
+            arrival = clock.now - n + i
+            requests.append(request(engine, f"r{i}", prompt, arrival=arrival, max_tokens=1 + i % 3))
         drain(engine, clock, watch)
         for r in requests:
-            assert outputs(r) == [answer(r.prompt, r.params)], f"{r.id} of {n}"
+            expected = [answer(r.prompt, r.params)]
+            assert outputs(r) == expected, f"{r.id} of {n}"
 
     @since(1, 0)
     def test_the_same_trace_gives_the_same_decisions(self) -> None:
@@ -373,7 +383,9 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
             second, again = trace(self.make)
         for i, (a, b) in enumerate(zip(first, second, strict=False)):
             assert a == b, f"decision {i} of {len(first)}: {a[0]} returned {a[1]} in one run and {b[1]} in the next"
-        assert (len(first), steps) == (len(second), again), "the same decisions, and other steps"
+        found = (len(first), steps)
+        expected = (len(second), again)
+        assert found == expected, "the same decisions, and other steps"
 
     @since(1, 0)
     @pytest.mark.parametrize("window", [None, 3], ids=["all", "window"])
@@ -394,9 +406,11 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
 
         def turn() -> None:
             nonlocal added
-            fresh = sum(s.queued and not s.preempted and s.request.id != "one" for s in engine.planner.waiting)
+            queued = [s for s in engine.planner.waiting if s.queued and not s.preempted]
+            fresh = sum(s.request.id != "one" for s in queued)
             for _ in range(6 - fresh):
-                _add(engine, f"o{added}", clock.now - 0.5 + 1e-6 * added, seed=added, **other(added))
+                arrival = clock.now - 0.5 + 1e-6 * added
+                _add(engine, f"o{added}", arrival, seed=added, **other(added))
                 added += 1
             clock.turn(engine, 1.0)
             watch.check()
@@ -405,18 +419,23 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         for _ in range(12):
             turn()
         r = _add(engine, "one", clock.now, seed=-1, **params)
-        start, before = clock.now, added
+        start = clock.now
+        before = added
         while not r.done:
             turn()
             waited = clock.now - start
             s = r.sequences[0]
-            known = s.known if s.slot < 0 else int(engine.slots.known[s.slot])
+            if s.slot < 0:
+                known = s.known
+            else:
+                known = int(engine.slots.known[s.slot])
             assert waited <= self.patience, (
                 f"beside {stream} a request has not ended after {waited:.0f} s and {added - before} later ones: it "
                 f"{'waits' if s.slot < 0 else 'runs'} with {known - len(r.prompt)} tokens, preempted {s.preempted}x "
                 f"(patience = {self.patience:.0f} s; a test class may raise it if the policy ages slowly)"
             )
-        assert outputs(r) == [answer(r.prompt, r.params, s.sample, max_len) for s in r.sequences]
+        expected = [answer(r.prompt, r.params, s.sample, max_len) for s in r.sequences]
+        assert outputs(r) == expected
         # the test is too weak if few other requests have arrived before this one ended
         assert added >= 8, "the test itself is too weak: hardly any other request arrived"
 

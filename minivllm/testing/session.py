@@ -64,16 +64,20 @@ class _Reporter:
         report = (yield).get_result()
         if report.when != "call" and report.passed:
             return
-        status, text, where = report.outcome, "", ""
+        status = report.outcome
+        text = ""
+        where = ""
         if hasattr(report, "wasxfail"):
-            status, text = "xfailed", report.wasxfail
+            status = "xfailed"
+            text = report.wasxfail
         elif report.skipped:
             text = str(report.longrepr[2]).removeprefix("Skipped: ")
         elif report.failed and call.excinfo is None:  # a test of ``known_failures`` that passed
             text = str(report.longrepr) + "\nIt is among known_failures and passes now: remove it from the list."
         elif report.failed:
             text, where = _message(call.excinfo)
-        doc = " ".join((item.function.__doc__ or "").split())
+        parts = (item.function.__doc__ or "").split()
+        doc = " ".join(parts)
         outcome = Outcome(*self.classes[item.cls.__name__], item.name, status, report.duration, text, doc, where)
         self.outcomes.append(outcome)
         self.tell(outcome)
@@ -86,13 +90,19 @@ class _Reporter:
 def _message(excinfo: Any) -> tuple[str, str]:
     """Return the message with hypothesis' falsifying example, and file:line of the last frame outside of test tools."""
     error = excinfo.value
-    # notes about ``st.data()`` draws, which name no argument
-    notes = [n for n in getattr(error, "__notes__", ()) if not n.startswith("Draw ")]
+    # without the notes about ``st.data()`` draws, which name no argument
+    notes = []
+    for n in getattr(error, "__notes__", ()):
+        if not n.startswith("Draw "):
+            notes.append(n)
     text = str(error)
     if not isinstance(error, (AssertionError, pytest.fail.Exception)):
         text = f"{excinfo.typename}: {text}"
     own = [entry for entry in excinfo.traceback if not TOOLS & set(Path(entry.path).parts)]
-    entry = own[-1] if own else excinfo.traceback[-1]
+    if own:
+        entry = own[-1]
+    else:
+        entry = excinfo.traceback[-1]
     lines = [text.rstrip() or excinfo.typename, *notes]
     return "\n".join(lines), f"{entry.path}:{entry.lineno + 1}"
 
@@ -109,14 +119,19 @@ def seams_of(plugin: str) -> list[str]:
 
     For ``module:Class`` they are the seams whose base class the class has.
     """
-    catalog = Catalog.discover(allow_targets=[plugin.partition(":")[0]] if ":" in plugin else ())
+    allow_targets = [plugin.partition(":")[0]] if ":" in plugin else ()
+    catalog = Catalog.discover(allow_targets=allow_targets)
     if ":" in plugin:
         try:
             found = import_target(plugin)
-            found = import_target(found.impl) if isinstance(found, Spec) else found
+            if isinstance(found, Spec):
+                found = import_target(found.impl)
         except Exception as exc:  # a module may raise an error of any type when it is imported
             raise PluginError(f"{plugin!r} could not be imported: {type(exc).__name__}: {exc}") from exc
-        fits = [k for k in KINDS if isinstance(found, type) and issubclass(found, import_target(KINDS[k].base))]
+        fits = []
+        for k in KINDS:
+            if isinstance(found, type) and issubclass(found, import_target(KINDS[k].base)):
+                fits.append(k)
         return ["sampler"] if "sampler" in fits else fits  # a sampler has the base class of processors too
     return [k for k in KINDS if any(plugin in (e.name, e.label) for e in catalog[k].entries)]
 

@@ -54,7 +54,8 @@ def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) 
         h = hash_of(np.array(tokens))
         t = int(MODEL.draw(h, drawn_as)[0])
         if t in stops and len(tokens) < len(prompt) + params.min_tokens:
-            t = next(i for i in MODEL.at_rank(h, np.arange(VOCAB)).tolist() if i not in stops)
+            likeliest = MODEL.at_rank(h, np.arange(VOCAB)).tolist()
+            t = next(i for i in likeliest if i not in stops)
         tokens.append(t)
         if t in stops:
             return tokens[len(prompt) :], "stop"
@@ -73,7 +74,8 @@ def guided_answer(prompt, guide: Guide, params: SamplingParams, max_len: int = 2
     most = min(params.max_tokens, max_len - len(own), max_len - len(other))
     stops = _stop_ids(params)
     for n in range(most):
-        a, b = logprobs_after(np.array(own)), logprobs_after(np.array(other))
+        a = logprobs_after(np.array(own))
+        b = logprobs_after(np.array(other))
         x = np.float32(guide.scale) * (a - b) + b
         if n < params.min_tokens:
             x[list(stops)] = -np.inf
@@ -91,7 +93,8 @@ class SimExecutor(Sim):
 
     def __init__(self, options: SimOptions, blocks: list[int], windows: tuple[int | None, ...]) -> None:
         super().__init__(options)
-        self.blocks, self.windows = blocks, windows
+        self.blocks = blocks
+        self.windows = windows
         self.fail_at: set[int] = set()
         self.trail: list[tuple[list[int], list[int]]] = []  # (slots, numbers of tokens) of every step
         self.max_tokens = self.max_rows = 0  # numbers of tokens and of rows of the largest steps
@@ -114,7 +117,8 @@ class SimExecutor(Sim):
         self.stopped[plan.slots] = True  # the KV of these slots is not written, so no later step may continue them
         zeros = np.zeros(len(plan.samples), np.int32)
         error = (StepError("step", "sim", "planned failure"),)
-        return StepResult(plan.id, plan.slots[plan.samples], zeros, zeros, zeros.astype(np.uint8), errors=error)
+        flags = zeros.astype(np.uint8)
+        return StepResult(plan.id, plan.slots[plan.samples], zeros, zeros, flags, errors=error)
 
 
 class Clock:
@@ -146,7 +150,10 @@ class Clock:
         """
         with self:
             worked = engine.step()
-        held = engine.planner.wake_at - self.now if engine.planner.wake_at else 0.0
+        if engine.planner.wake_at:
+            held = engine.planner.wake_at - self.now
+        else:
+            held = 0.0
         self.now += seconds if worked else min(max(IDLE, held), 60.0)
         return worked
 
@@ -179,6 +186,16 @@ def _wiring(
     images: ImageWiring | None = None,
 ) -> Wiring:
     part = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
+    cache = CacheWiring(
+        block,
+        groups=tuple((i,) for i in range(groups)),
+        num_state_checkpoints=checkpoints or 0,
+        recurrent=checkpoints is not None,
+        stores=stores,
+        kv_budget=compress[0] if compress else 0,
+        compress_every=compress[1] if compress else 0,
+        pressure_budget=pressure,
+    )
     return Wiring(
         model_dir="",
         load_format="dummy",
@@ -190,16 +207,7 @@ def _wiring(
         batch_invariant=False,
         seed=0,
         parts={"model": part, "sampler": part, "drafter": part, **({"compressor": part} if compress else {})},
-        cache=CacheWiring(
-            block,
-            groups=tuple((i,) for i in range(groups)),
-            num_state_checkpoints=checkpoints or 0,
-            recurrent=checkpoints is not None,
-            stores=stores,
-            kv_budget=compress[0] if compress else 0,
-            compress_every=compress[1] if compress else 0,
-            pressure_budget=pressure,
-        ),
+        cache=cache,
         steps=StepWiring(run_ahead=depth),
         speculation=SpeculationWiring(drafts, "always"),
         images=images or ImageWiring(),
@@ -283,14 +291,19 @@ def request(engine: Engine, rid: str, prompt, arrival: float | None = None, **pa
     """Add a request; ``arrival`` is its time in seconds, and None means after the other requests."""
     if arrival is None:
         arrival = float(len(engine.requests))
-    r = Request(rid, np.array(prompt, np.int32), SamplingParams.make(**params), arrival=arrival)
+    made = SamplingParams.make(**params)
+    r = Request(rid, np.array(prompt, np.int32), made, arrival=arrival)
     engine.add(r)
     return r
 
 
 def outputs(r: Request) -> list[tuple[list[int], str]]:
     """Return (token ids, finish reason) of each sequence of a request."""
-    return [(s.tokens[len(r.prompt) : s.known].tolist(), s.finish_reason) for s in r.sequences]
+    found = []
+    for s in r.sequences:
+        tokens = s.tokens[len(r.prompt) : s.known].tolist()
+        found.append((tokens, s.finish_reason))
+    return found
 
 
 def run(engine: Engine, limit: int = 20000, check: bool = False) -> int:

@@ -69,7 +69,9 @@ class SpecConformance(Conformance):
 
     @since(1, 0)
     def test_the_spec_names_an_implementation_of_the_seam(self) -> None:
-        kind, entry, spec = self.subject.kind, self.subject.entry, self.spec
+        kind = self.subject.kind
+        entry = self.subject.entry
+        spec = self.spec
         assert spec.api[0] == kind.api[0] and tuple(spec.api) <= kind.api, (
             f"api={spec.api}: this engine's {kind.name} contract is {kind.api}"
         )
@@ -89,11 +91,15 @@ class SpecConformance(Conformance):
         claim that no code reads.
         """
         self._has_spec()
-        kind, spec = self.subject.kind, self.spec
+        kind = self.subject.kind
+        spec = self.spec
         missing = [fact for fact in kind.facts if fact not in spec.limits]
         assert not missing, f"limits does not name {missing}, so every request that has this fact is refused"
         for field in ("limits", "features", "traits", "prefer"):
-            known = kind.facts if field in ("limits", "prefer") else getattr(kind, field)
+            if field in ("limits", "prefer"):
+                known = kind.facts
+            else:
+                known = getattr(kind, field)
             wrong = sorted(set(getattr(spec, field)) - set(known))
             assert not wrong, f"{field} names {wrong}: {kind.name} has {sorted(known) or 'none'}"
         wrong_traits = spec.trait_faults(kind)
@@ -104,7 +110,8 @@ class SpecConformance(Conformance):
     @since(1, 0, spec_only=True)
     def test_a_request_inside_all_limits_is_served(self) -> None:
         """Check that a query inside all limits is not refused, except for a missing package."""
-        reasons = replace(self.spec, needs=()).refuse(self.request(), self.subject.kind)
+        installed = replace(self.spec, needs=())
+        reasons = installed.refuse(self.request(), self.subject.kind)
         assert not reasons, f"refuses what it claims: {'; '.join(map(str, reasons))}"
 
     def request(self) -> PluginQuery:
@@ -158,14 +165,21 @@ class SpecConformance(Conformance):
             return
         model = import_target(self.spec.options)
         fields = model.model_fields
-        silent = [name for name, f in fields.items() if not (f.description or "").strip()]
+        silent = []
+        for name, f in fields.items():
+            if not (f.description or "").strip():
+                silent.append(name)
         assert not silent, f"options without a description: {silent}"
-        required = [name for name, f in fields.items() if f.is_required() and name not in self.options]
+        required = []
+        for name, f in fields.items():
+            if f.is_required() and name not in self.options:
+                required.append(name)
         assert not required, f"options without a default: {required}; add one, or set `options` in the test class"
         options = model(**self.options)
         values = json.loads(json.dumps(options.model_dump(mode="json")))
         assert model(**values) == options, "options change when they are written to JSON and read back"
-        assert model.model_json_schema()["properties"].keys() == fields.keys()
+        found = model.model_json_schema()["properties"].keys()
+        assert found == fields.keys()
         with pytest.raises(MinivllmError, match="surely_not_an_option"):
             self.subject.part({**self.options, "surely_not_an_option": 1})
 
@@ -176,7 +190,8 @@ class SpecConformance(Conformance):
         A worker process receives import targets and options as JSON, never as a pickle.
         """
         part = self.subject.part(self.options)
-        assert Part(**json.loads(json.dumps(vars(part)))) == part
+        found = Part(**json.loads(json.dumps(vars(part))))
+        assert found == part
         instance = self.build(*self.context())
         assert isinstance(instance, import_target(self.subject.kind.base))
         assert type(instance) is import_target(part.target)
@@ -188,8 +203,13 @@ class SpecConformance(Conformance):
         An engine may have several instances (one per KV group), and a process several engines.
         """
         cls = import_target(self.spec.impl)
-        before = {k: copy.deepcopy(v) for k, v in vars(cls).items() if isinstance(v, (dict, list, set, bytearray))}
-        first, second = self.build(*self.context()), self.build(*self.context())
+        before = {}
+        for k, v in vars(cls).items():
+            if isinstance(v, (dict, list, set, bytearray)):
+                before[k] = copy.deepcopy(v)
+        first = self.build(*self.context())
+        second = self.build(*self.context())
         want = self.exercise(first)
         assert self.exercise(second) == want, "a second instance behaves differently after the first was used"
-        assert {k: getattr(cls, k) for k in before} == before, "an instance changed an attribute of its class"
+        found = {k: getattr(cls, k) for k in before}
+        assert found == before, "an instance changed an attribute of its class"

@@ -25,7 +25,7 @@ from .strategy_steps import StepwiseConformance, changed_fields
 
 WIDTHS = (1, 2, 3, 5, 8, 128)
 NARROW = 8  # most branches in tests that draw examples
-PLAIN = [("minivllm/single", Single())]  # serves requests that set no parameter of a strategy
+PLAIN = [("minivllm/single", Single())]  # the strategy of requests that set no parameter of another strategy
 NAMES = [f.name for f in fields(SamplingParams)]
 BRANCHING = ("best_of", "beam_width")  # standard request fields that a strategy may read
 OTHERS = ({"temperature": 0.0}, {"seed": 0}, {"seed": 7}, {"logprobs": 1}, {"max_tokens": None})
@@ -35,9 +35,16 @@ OTHERS = ({"temperature": 0.0}, {"seed": 0}, {"seed": 7}, {"logprobs": 1}, {"max
 def ended(draw: Any, n: int) -> list[BranchEnd]:
     """Draw how n branches have ended; few different values, so that ties are common."""
     scored = draw(st.booleans())
-    score = st.sampled_from([0.0, -1.5, -1.5, -80.0]) if scored else st.none()
+    if scored:
+        score = st.sampled_from([0.0, -1.5, -1.5, -80.0])
+    else:
+        score = st.none()
     why = st.sampled_from(["stop", "length", "abort", "error"])
-    return [BranchEnd(i, draw(st.integers(0, 3)), draw(score), draw(why)) for i in range(n)]
+    ends = []
+    for i in range(n):
+        length = draw(st.integers(0, 3))
+        ends.append(BranchEnd(i, length, draw(score), draw(why)))
+    return ends
 
 
 def _named(change: Mapping[str, Any]) -> str:
@@ -63,7 +70,10 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         that its spec declares, the numeric ones have other values than their defaults.
         """
         strategy = self.build()
-        wide = {"beam_width": n} if "beam_width" in strategy.reads else {}
+        if "beam_width" in strategy.reads:
+            wide = {"beam_width": n}
+        else:
+            wide = {}
         plain = SamplingParams(n=n, max_tokens=6, ignore_eos=True, **wide)
         if not self.spec.params or strategy.takes(replace(plain, n=1)):
             return plain
@@ -96,11 +106,14 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     def exercise(self, instance: DecodingStrategy) -> Any:
         if instance.mode == "stepwise":
-            return [self.drive(instance, self.params(n), [n, 1]).run() for n in (1, 2, 5)]
+            searches = [self.drive(instance, self.params(n), [n, 1]) for n in (1, 2, 5)]
+            return [search.run() for search in searches]
         found = []
         for params in (self.params(n) for n in WIDTHS):
             if instance.takes(params):
-                ends = [BranchEnd(i, 3 + i % 2, -float(i % 3), "stop") for i in range(params.n)]
+                ends = []
+                for i in range(params.n):
+                    ends.append(BranchEnd(i, 3 + i % 2, -float(i % 3), "stop"))
                 samples = [b.sample for b in instance.start(params)]
                 found.append((samples, list(instance.result(params, ends))))
         return found
@@ -113,7 +126,8 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
             self.drive(instance, params, [n, 1]).run()
         elif instance.takes(params):
             branches = instance.start(params)
-            instance.result(params, [BranchEnd(b.sample, 3, -1.0 - number, "stop") for b in branches])
+            ends = [BranchEnd(b.sample, 3, -1.0 - number, "stop") for b in branches]
+            instance.result(params, ends)
 
     def widths(self) -> list[int]:
         """Return the numbers of outputs among ``WIDTHS`` that the strategy takes."""
@@ -128,7 +142,10 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
     def variants(self) -> Iterator[tuple[str, SamplingParams]]:
         """Yield (name, request) for every number of outputs, and with other values of common parameters."""
         for n in WIDTHS:
-            ranked = [{"best_of": n + 2}] if "best_of" in self.build().reads and n <= NARROW else []
+            if "best_of" in self.build().reads and n <= NARROW:
+                ranked = [{"best_of": n + 2}]
+            else:
+                ranked = []
             for change in ({}, *OTHERS, *ranked):
                 yield f"n={n}{_named(change)}", replace(self.params(n), **change)
 
@@ -150,7 +167,7 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         """
         strategy = self.build()
         assert strategy.mode in ("free", "stepwise"), f"mode={strategy.mode!r}: expected 'free' or 'stepwise'"
-        self.widths()  # fails if the strategy accepts no number of outputs
+        self.widths()  # raises an error if the strategy accepts no number of outputs
         for name, params in self.variants():
             if not strategy.takes(params):
                 continue
@@ -159,7 +176,8 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
             except RequestError as e:
                 pytest.fail(f"takes() is true for {name}, and start() refuses it ({e}): return False in takes()")
             assert all(isinstance(b, Branch) for b in branches), f"start() returned {branches}: expected Branch objects"
-            samples, want = [b.sample for b in branches], list(range(params.width))
+            samples = [b.sample for b in branches]
+            want = list(range(params.width))
             assert samples == want, f"{name}: the branches have the samples {samples}, expected {want}"
 
     @since(1, 4)
@@ -171,7 +189,10 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         """
         strategy = self.build()
         for name, params in self.variants():
-            branches = list(strategy.start(params)) if strategy.takes(params) else []
+            if strategy.takes(params):
+                branches = list(strategy.start(params))
+            else:
+                branches = []
             guides = [b.guide for b in branches if b.guide is not None]
             assert len(guides) in (0, len(branches)), f"{name}: {len(guides)} of {len(branches)} branches have a guide"
             assert not guides or strategy.mode == "free", f"{name}: guides of a {strategy.mode} strategy"
@@ -187,7 +208,9 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
     def _guide(self, params: SamplingParams) -> Guide | None:
         """Return the guide of a request; None if it has none or another strategy serves it."""
         strategy = self.build()
-        return next(iter(strategy.start(params))).guide if strategy.takes(params) else None
+        if strategy.takes(params):
+            return next(iter(strategy.start(params))).guide
+        return None
 
     @since(1, 4)
     def test_rows_and_guides_are_preempted_and_come_back(self) -> None:
@@ -205,13 +228,17 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         requests = []
         for i in range(12):
             values = {**changed_fields(params if i % 3 else plain), "max_tokens": 9 + i % 4}
-            requests.append(request(engine, f"r{i}", [i, 7, 9, 3 + i] * (1 + i % 2), **values))
+            prompt = [i, 7, 9, 3 + i] * (1 + i % 2)
+            requests.append(request(engine, f"r{i}", prompt, **values))
         run(engine, check=True)
         at_rest(engine)
         assert engine.planner.preemptions, "no row was preempted"
         for r in requests:
             guide = self._guide(r.params)
-            want = answer(r.prompt, r.params) if guide is None else guided_answer(r.prompt, guide, r.params)
+            if guide is None:
+                want = answer(r.prompt, r.params)
+            else:
+                want = guided_answer(r.prompt, guide, r.params)
             assert outputs(r) == [want], f"{r.id} with the guide {guide}: {outputs(r)}; alone {want}"
 
     @since(1, 0)
@@ -248,7 +275,8 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
         Otherwise the parameter of a request would be ignored.
         """
-        self.check_looked_for([params for _, params in self.variants()], self._decide)
+        requests = [params for _, params in self.variants()]
+        self.check_looked_for(requests, self._decide)
 
     def _decide(self, params: SamplingParams) -> None:
         """Call all methods of a new strategy for a request."""
@@ -303,7 +331,10 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         @self.for_all(100, st.data())
         def ordered(data: Any) -> None:
             n = data.draw(st.sampled_from(self._narrow()))
-            more = {"best_of": n + 2} if "best_of" in self.build().reads and data.draw(st.booleans()) else {}
+            if "best_of" in self.build().reads and data.draw(st.booleans()):
+                more = {"best_of": n + 2}
+            else:
+                more = {}
             params = replace(self.params(n), **more)
             ends = []
             for e in data.draw(ended(n + 2 if more else n)):
@@ -361,7 +392,9 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         lengths = {}
         for n in (2, 3, 5, 8, 16, 31, 33, 63, 64, 65, 100, 127, 128):
             if strategy.takes(self.params(n)):
-                ends = [BranchEnd(i, 3 + i % 5, -float(i * 37 % 101), "stop") for i in range(n)]
+                ends = []
+                for i in range(n):
+                    ends.append(BranchEnd(i, 3 + i % 5, -float(i * 37 % 101), "stop"))
                 got = list(strategy.result(self.params(n), ends))
                 self.check_result(n, ends, got)
                 lengths[n] = len(got)
@@ -378,7 +411,8 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         for i in range(60):
             n = widths[i * 7 % len(widths)]
             params = self.params(n)
-            got, want = list(strategy.start(params)), list(self.build().start(params))
+            got = list(strategy.start(params))
+            want = list(self.build().start(params))
             assert got == want, f"n={n}: start() returns {got[:9]} after {i} other requests, {want[:9]} when new"
             del params
 
@@ -419,7 +453,10 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
                 self.drive(strategy, params, [1, 2]).run()
             else:
                 strategy.result(params, [BranchEnd(i, 3, -1.0, "stop") for i in range(n)])
-            changed = {k: v for k, v in vars(params).items() if v != before.get(k)}
+            changed = {}
+            for k, v in vars(params).items():
+                if v != before.get(k):
+                    changed[k] = v
             assert not changed and vars(params).keys() == before.keys(), f"n={n}: it changed {changed or 'a field'}"
 
     @since(1, 0)
@@ -432,7 +469,8 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         engine = sim_engine(slots=8, blocks=200, depth=1, strategy=self.build(), reads=PROCESSED)
         requests = []
         for i, n in enumerate(self._narrow() * 3):
-            requests.append(request(engine, f"r{i}", [i, 7, 9, 3 + i], **changed_fields(self.params(n))))
+            fields = changed_fields(self.params(n))
+            requests.append(request(engine, f"r{i}", [i, 7, 9, 3 + i], **fields))
         aborted = requests[-1]
         for _ in range(3):
             engine.step()
@@ -442,12 +480,17 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         for r in requests:
             if r is not aborted:
                 guide = self._guide(r.params)
-                found = dict(zip([s.sample for s in r.sequences], outputs(r), strict=True))
+                samples = [s.sample for s in r.sequences]
+                found = dict(zip(samples, outputs(r), strict=True))
                 want = {}
                 for i in range(r.params.n):
-                    want[i] = (
-                        answer(r.prompt, r.params, i) if guide is None else guided_answer(r.prompt, guide, r.params)
-                    )
+                    if guide is None:
+                        want[i] = answer(r.prompt, r.params, i)
+                    else:
+                        want[i] = guided_answer(r.prompt, guide, r.params)
                 assert found == want, f"{r.id} n={r.params.n}"
-            ends = [BranchEnd(s.sample, 0, None, s.finish_reason or "") for s in r.sequences]
-            self.check_result(r.params.n, ends, [s.sample for s in engine.answer(r)])
+            ends = []
+            for s in r.sequences:
+                ends.append(BranchEnd(s.sample, 0, None, s.finish_reason or ""))
+            got = [s.sample for s in engine.answer(r)]
+            self.check_result(r.params.n, ends, got)

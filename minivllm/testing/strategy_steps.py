@@ -57,7 +57,11 @@ class Driven:
     def step(self, check: Callable[[Moves, list[Grown]], None] = lambda moves, grown: None) -> Moves:
         """Advance the search by a token and return its moves; ``check`` is called with the moves and the candidates."""
         grown = self.grown()
-        moves = self.search.advance(grown, lambda branch, token: self.ends([*self.live[branch], token]))
+
+        def ends_with(branch: int, token: int) -> bool:
+            return self.ends([*self.live[branch], token])
+
+        moves = self.search.advance(grown, ends_with)
         check(moves, grown)
         self.kept += [[*self.live[p.branch], int(p.token)] for p in moves.keep]
         self.scores += [float(p.score) for p in moves.keep]
@@ -94,7 +98,9 @@ class StepwiseConformance(SpecConformance):
         """Start a search for a request, with outputs of up to ``most`` tokens."""
         k = strategy.topk(params)
         assert isinstance(k, int) and k >= 1, f"topk()={k!r}: a stepwise strategy needs candidates"
-        return Driven(strategy.search(params, most), prompt, min(k, VOCAB - 1), most)
+        search = strategy.search(params, most)
+        topk = min(k, VOCAB - 1)
+        return Driven(search, prompt, topk, most)
 
     @since(1, 1)
     def test_a_search_keeps_to_its_candidates_and_comes_to_an_end(self) -> None:
@@ -160,7 +166,8 @@ class StepwiseConformance(SpecConformance):
             params = self.params(n)
             if strategy.takes(params):
                 width = len(list(strategy.start(params)))
-                self._to_its_end(self.drive(strategy, params, [n, 3], most), width)
+                driven = self.drive(strategy, params, [n, 3], most)
+                self._to_its_end(driven, width)
 
     @since(1, 1)
     def test_a_search_that_is_cut_short_says_what_it_has(self) -> None:
@@ -179,7 +186,10 @@ class StepwiseConformance(SpecConformance):
 
         @self.for_all(40, st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), min_size=2, max_size=4), st.data())
         def interleaved(requests: list[tuple[int, int]], data: Any) -> None:
-            alone = [self.drive(self.build(), self.params(n), [n, first]).run() for n, first in requests]
+            alone = []
+            for n, first in requests:
+                driven = self.drive(self.build(), self.params(n), [n, first])
+                alone.append(driven.run())
             shared = [self.drive(strategy, self.params(n), [n, first]) for n, first in requests]
             while open_ := [i for i, d in enumerate(shared) if not d.done]:
                 shared[data.draw(st.sampled_from(open_))].step()
@@ -200,7 +210,10 @@ class StepwiseConformance(SpecConformance):
         at_rest(engine)
         for r in requests:
             assert r.sequences[0].error is None, f"{r.id}: {r.sequences[0].error}"
-            driven = self.drive(self.build(), r.params, r.prompt.tolist(), r.params.max_tokens)
+            prompt = r.prompt.tolist()
+            driven = self.drive(self.build(), r.params, prompt, r.params.max_tokens)
             alone = driven.run()[: r.params.n]
-            got = [s.tokens[len(r.prompt) : s.known].tolist() for s in engine.answer(r)]
+            got = []
+            for s in engine.answer(r):
+                got.append(s.tokens[len(r.prompt) : s.known].tolist())
             assert got == alone, f"{r.id} n={r.params.n}: {got}, and the search alone returns {alone}"

@@ -96,7 +96,10 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
 
 
 def _window(types: list[str], **values: Any) -> dict[str, Any]:
-    layers = {"layer_types": types, "num_hidden_layers": len(types)} if types else {}
+    if types:
+        layers = {"layer_types": types, "num_hidden_layers": len(types)}
+    else:
+        layers = {}
     return {"use_sliding_window": True, "sliding_window": 6, **layers, **values}
 
 
@@ -192,7 +195,8 @@ def small_config(cls: Any, **values: Any) -> PretrainedConfig:
 
     if "attention_types" in known:  # GPT-Neo has a list with an entry for each layer
         layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
-        values = {"attention_types": [[["global", "local"], layers // 2], [["global"], layers % 2]], **values}
+        types = [[["global", "local"], layers // 2], [["global"], layers % 2]]
+        values = {"attention_types": types, **values}
     if "linear_num_key_heads" in known:  # layers with attention alternate with layers that have a recurrent state
         layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
         kinds = ["linear_attention" if i % 2 == 0 and layers > 1 else FULL for i in range(layers)]
@@ -224,7 +228,9 @@ def attention_of(cfg: Any) -> str:
 
     It is "eager", or "sdpa" for Falcon, whose eager attention adds ALiBi's slopes twice (transformers 5.24).
     """
-    return "sdpa" if getattr(cfg, "model_type", "") == "falcon" else "eager"
+    if getattr(cfg, "model_type", "") == "falcon":
+        return "sdpa"
+    return "eager"
 
 
 def tiny_model(cfg: PretrainedConfig, seed: int = 0, cls: Any = AutoModelForCausalLM):
@@ -264,7 +270,8 @@ def tiny_dir(path: Path, family: str = "llama", heads: str = "gqa", seed: int = 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Turn off the progress bars and warnings of transformers in a block."""
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:

@@ -103,7 +103,8 @@ def _gemma_fields(text: dict[str, Any]) -> dict[str, Any]:
 def make(path: Path, family: str, seed: int = 0) -> Any:
     """Write a checkpoint of random weights with its image processor; return transformers' model."""
     with quiet():
-        hf = tiny_model(config_of(family), seed, getattr(transformers, CLASSES[family]))
+        cls = getattr(transformers, CLASSES[family])
+        hf = tiny_model(config_of(family), seed, cls)
         with torch.no_grad():  # the special tokens are never the likeliest ones
             head = hf.lm_head.weight
             head[300:] = 0.5 * head[1]
@@ -155,7 +156,10 @@ def write_tokens(path: Path, marks: Mapping[int, str]) -> None:
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken("\n" * (1 + i), normalized=False) for i in range(len(LINES))])
-    names = [marks.get(i, f"<unused{i}>") for i in range(LINES[-1] + 1, VOCAB)]
+    newlines = [AddedToken("\n" * (1 + i), normalized=False) for i in range(len(LINES))]
+    backend.add_tokens(newlines)
+    names = []
+    for i in range(LINES[-1] + 1, VOCAB):
+        names.append(marks.get(i, f"<unused{i}>"))
     backend.add_special_tokens([AddedToken(name, special=True) for name in names])
     backend.save(str(path / "tokenizer.json"))

@@ -59,7 +59,9 @@ class TokenizerConformance(Lasting, SpecConformance):
         if self.folder:
             return Path(self.folder)
         formats = self.spec.listed("format")
-        return tokenizer_samples.gguf_file() if formats == ["gguf"] else tokenizer_samples.directory()
+        if formats == ["gguf"]:
+            return tokenizer_samples.gguf_file()
+        return tokenizer_samples.directory()
 
     def context(self) -> tuple[Any, ...]:
         """Return the arguments of the plug-in's constructor after its options."""
@@ -120,7 +122,8 @@ class TokenizerConformance(Lasting, SpecConformance):
         backend = self.made()
         rng = random.Random(3)
         for _ in range(self.count // 4):
-            text = " ".join(rng.choices(PLAIN, k=1 + rng.randrange(9)))
+            parts = rng.choices(PLAIN, k=1 + rng.randrange(9))
+            text = " ".join(parts)
             found = backend.decode(backend.encode_plain(text), True)
             assert found.strip() == text, f"{text!r} comes back as {found!r}"
         for text in texts(4, self.count):
@@ -148,7 +151,8 @@ class TokenizerConformance(Lasting, SpecConformance):
                 continue
             ids = backend.encode(f"the {text} cat", False)
             assert ids.count(i) == 1, f"encode of text with {text!r} returned {ids}: expected its id {i} once"
-            shown, hidden = backend.decode(ids, False), backend.decode(ids, True)
+            shown = backend.decode(ids, False)
+            hidden = backend.decode(ids, True)
             assert text in shown, f"decode of {ids} without skipping returned {shown!r}: expected {text!r} in it"
             assert text not in hidden, f"decode of {ids} with skipping returned {hidden!r}: {text!r} is a special token"
             special = backend.special_ids.intersection(self.plain(backend, text)) - {unknown}
@@ -159,9 +163,15 @@ class TokenizerConformance(Lasting, SpecConformance):
         """Check that ``add_special_tokens`` only adds special tokens before and after the ids of a text."""
         backend = self.made()
         for text in texts(5, self.count // 3):
-            inner, whole = backend.encode(text, False), backend.encode(text, True)
-            places = [at for at in range(len(whole) - len(inner) + 1) if whole[at : at + len(inner)] == inner]
-            extras = [[*whole[:at], *whole[at + len(inner) :]] for at in places]
+            inner = backend.encode(text, False)
+            whole = backend.encode(text, True)
+            places = []
+            for at in range(len(whole) - len(inner) + 1):
+                if whole[at : at + len(inner)] == inner:
+                    places.append(at)
+            extras = []
+            for at in places:
+                extras.append([*whole[:at], *whole[at + len(inner) :]])
             valid = any(backend.special_ids.issuperset(extra) for extra in extras)
             assert valid, f"encode({text!r}, True) returned {whole}: expected special tokens around {inner}"
 
@@ -175,7 +185,9 @@ class TokenizerConformance(Lasting, SpecConformance):
         tokenizer = Tokenizer(backend.library, backend, backend.special_tokens, None)
         rng = random.Random(6)
         sequences = [backend.encode(text, True) for text in texts(7, self.count // 2)]
-        sequences += [[rng.randrange(backend.vocab_size) for _ in range(rng.randrange(30))] for _ in range(self.count)]
+        for _ in range(self.count):
+            length = rng.randrange(30)
+            sequences.append([rng.randrange(backend.vocab_size) for _ in range(length)])
         for ids in sequences:
             for skip in (True, False):
                 steps = IncrementalDetokenizer(tokenizer, skip)
@@ -196,11 +208,17 @@ class TokenizerConformance(Lasting, SpecConformance):
             if backend.bytewise:
                 ids = [*ids, *(rng.randrange(backend.vocab_size) for _ in range(4))]
             pieces = [backend.token_bytes(i) for i in ids]
-            wrong = [i for i, piece in zip(ids, pieces, strict=True) if not isinstance(piece, bytes)]
+            wrong = []
+            for i, piece in zip(ids, pieces, strict=True):
+                if not isinstance(piece, bytes):
+                    wrong.append(i)
             assert not wrong, f"token_bytes({wrong[0]}) is not bytes"
             joined = b"".join(filter(None, pieces)).decode("utf-8", "replace")
             whole = backend.decode(ids, False)
-            same = joined == whole if backend.bytewise else joined.strip() == whole.strip()
+            if backend.bytewise:
+                same = joined == whole
+            else:
+                same = joined.strip() == whole.strip()
             assert same, f"the bytes of the tokens {ids} are {joined!r}, and their text is {whole!r}"
 
     @since(1, 0)
@@ -212,7 +230,10 @@ class TokenizerConformance(Lasting, SpecConformance):
         backend = self.made()
         size = backend.vocab_size
         rng = random.Random(10)
-        ids = range(size) if size <= 4096 else [*backend.special_ids, *rng.sample(range(size), 2000)]
+        if size <= 4096:
+            ids = range(size)
+        else:
+            ids = [*backend.special_ids, *rng.sample(range(size), 2000)]
         for i in ids:
             text = backend.token(i)
             if text is None:
@@ -233,7 +254,10 @@ class TokenizerConformance(Lasting, SpecConformance):
         """Check that threads that convert different texts at the same time get the results of one thread."""
         backend = self.made()
         listed = list(texts(11, self.count // 2))
-        want = [(backend.encode(text, True), backend.decode(self.plain(backend, text), True)) for text in listed]
+        want = []
+        for text in listed:
+            ids = backend.encode(text, True)
+            want.append((ids, backend.decode(self.plain(backend, text), True)))
 
         def convert(text: str) -> tuple[list[int], str]:
             return backend.encode(text, True), backend.decode(self.plain(backend, text), True)
@@ -245,7 +269,8 @@ class TokenizerConformance(Lasting, SpecConformance):
                 found = list(pool.map(convert, listed))
         finally:
             sys.setswitchinterval(interval)
-        wrong = [text for text, one, other in zip(listed, want, found, strict=True) if one != other]
+        results = zip(listed, want, found, strict=True)
+        wrong = [text for text, one, other in results if one != other]
         assert not wrong, f"{len(wrong)} texts are converted to something else by {THREADS} threads: {wrong[0]!r}"
 
     @since(1, 0)
@@ -271,7 +296,8 @@ class TokenizerConformance(Lasting, SpecConformance):
             pytest.skip("no library")
         for text in texts(12, self.count // 3):
             for add in (True, False):
-                ids, want = backend.library.encode(text, add_special_tokens=add).ids, backend.encode(text, add)
+                ids = backend.library.encode(text, add_special_tokens=add).ids
+                want = backend.encode(text, add)
                 assert ids == want, f"library encodes {text!r} to {ids}, and the method to {want}"
         assert backend.library.get_vocab_size(with_added_tokens=True) == backend.vocab_size
 

@@ -56,8 +56,12 @@ def gguf_file() -> Path:
     added = {token["content"]: token["id"] for token in data["added_tokens"]}
     names = {i: token for token, i in (tokens | added).items()}
     control = {token["id"] for token in data["added_tokens"] if token["special"]}
-    kinds = [gguf.TokenType.CONTROL if i in control else gguf.TokenType.NORMAL for i in range(len(names))]
-    merges = [m if isinstance(m, str) else " ".join(m) for m in data["model"]["merges"]]
+    kinds = []
+    for i in range(len(names)):
+        kinds.append(gguf.TokenType.CONTROL if i in control else gguf.TokenType.NORMAL)
+    merges = []
+    for m in data["model"]["merges"]:
+        merges.append(m if isinstance(m, str) else " ".join(m))
     path = Path(temporary().name) / "sample.gguf"
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_tokenizer_model("gpt2")

@@ -31,7 +31,8 @@ class _Functions(TorchFunctionMode):
         self.found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         if name in READS:
             self.found.append(name)
         elif name == "to" and _to_host(args[1:], kwargs):
@@ -47,7 +48,8 @@ class _Operations(TorchDispatchMode):
         self.found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
         if name in OPERATIONS:
             self.found.append(name)
         elif name == "repeat_interleave" and kwargs.get("output_size") is None:
@@ -66,7 +68,8 @@ def _is_mask(index: Any) -> bool:
 
 def _to_host(args: Any, kwargs: Any) -> bool:
     """Return whether the arguments of ``Tensor.to`` have the text "cpu" as the device."""
-    return any(value == "cpu" for value in (*args[:1], kwargs.get("device")) if isinstance(value, str))
+    devices = (*args[:1], kwargs.get("device"))
+    return any(isinstance(value, str) and value == "cpu" for value in devices)
 
 
 @contextlib.contextmanager

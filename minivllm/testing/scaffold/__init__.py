@@ -42,7 +42,8 @@ class Names:
 
     @property
     def cls(self) -> str:
-        return "".join(part.capitalize() for part in self.dist.split("-"))
+        parts = (part.capitalize() for part in self.dist.split("-"))
+        return "".join(parts)
 
     def put(self, text: str) -> str:
         """Replace the four names of a template's text by these names."""

@@ -17,7 +17,10 @@ def new(args: argparse.Namespace) -> int:
     for path, _ in files(args.name, seam):
         print(folder / path)
     # written as a path, so that pip does not take it for the name of a package on PyPI
-    where = folder.as_posix() if folder.is_absolute() else f"./{folder.as_posix()}"
+    if folder.is_absolute():
+        where = folder.as_posix()
+    else:
+        where = f"./{folder.as_posix()}"
     print(
         f"\nA working {seam} plug-in.  Next:\n"
         f"  pip install -e {shlex.quote(where + '[test]')}\n"

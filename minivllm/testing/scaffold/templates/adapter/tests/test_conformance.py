@@ -13,11 +13,16 @@ class TestMyPlugin(AdapterConformance):
         generator = torch.Generator().manual_seed(number)
         names = [list(layers), list(layers)[-1:], list(layers)[:-1]][number]
         folder.mkdir()
-        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "MY_PLUGIN"}))
-        vectors = {name: torch.randn(layers[name][0], generator=generator) for name in names}
+        content = json.dumps({"peft_type": "MY_PLUGIN"})
+        (folder / "adapter_config.json").write_text(content)
+        vectors = {}
+        for name in names:
+            vectors[name] = torch.randn(layers[name][0], generator=generator)
         save_file(vectors, folder / "adapter_model.safetensors")
 
     def output(self, folder, name, x, weight, bias):
         y = x @ weight.T + bias
         vectors = load_file(folder / "adapter_model.safetensors")
-        return y + vectors[name].double() if name in vectors else y
+        if name in vectors:
+            return y + vectors[name].double()
+        return y

@@ -6,5 +6,8 @@ class TestMyPlugin(DrafterConformance):
 
     def test_it_goes_on_as_the_last_time(self):
         drafter = self.build(*self.context())
-        assert self.drafts(drafter, [[5, 6, 7, 8, 5]], 3) == [[6, 7, 8]]
-        assert self.drafts(drafter, [[1, 2, 3]], 3) == [[]]
+        found = self.drafts(drafter, [[5, 6, 7, 8, 5]], 3)
+        expected = [[6, 7, 8]]
+        assert found == expected
+        got = self.drafts(drafter, [[1, 2, 3]], 3)
+        assert got == [[]]

@@ -15,4 +15,5 @@ def test_a_text_is_spelled_to_its_end():
     mask = np.zeros((1, 1), np.int32)
     plugin.fill([matcher], mask, [0])
     assert mask[0, 0] == 0b0101
-    assert list(plugin.accept([matcher], [[0, 1, 3]])) == [3]
+    found = list(plugin.accept([matcher], [[0, 1, 3]]))
+    assert found == [3]

@@ -10,4 +10,6 @@ class TestMyPlugin(ParserConformance):
 
 def test_reasoning_is_apart_from_the_answer():
     reply = MyPlugin().start(ReplyContext())
-    assert list(reply.feed("<r>Hm.</r>Five.", True)) == [Thought("Hm."), Said("Five.")]
+    found = list(reply.feed("<r>Hm.</r>Five.", True))
+    expected = [Thought("Hm."), Said("Five.")]
+    assert found == expected

@@ -11,7 +11,8 @@ class TestMyPlugin(PredictorConformance):
 
 def test_the_mean_of_earlier_answers_is_predicted():
     predictor = MyPlugin(None, PredictorContext(100, 8, 64))
-    request = RequestFacts(np.array([1, 2, 3], np.int32), 90, 0, 0, 0.0)
+    prompt = np.array([1, 2, 3], np.int32)
+    request = RequestFacts(prompt, 90, 0, 0, 0.0)
     assert predictor.output_tokens(request) is None
     for tokens in (10, 30):
         predictor.ended(request, tokens, cut=False)

@@ -11,4 +11,5 @@ class TestMyPlugin(RouterConformance):
 def test_the_replica_with_the_fewest_requests_is_chosen():
     router = MyPlugin(None, RouterContext(2))
     request = RoutedRequest(tokens=100)
-    assert router.choose(request, [ReplicaLoad(0, requests=3), ReplicaLoad(1, requests=1)]) == 1
+    found = router.choose(request, [ReplicaLoad(0, requests=3), ReplicaLoad(1, requests=1)])
+    assert found == 1

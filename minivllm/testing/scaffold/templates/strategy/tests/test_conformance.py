@@ -10,4 +10,6 @@ class TestMyPlugin(StrategyConformance):
 
 def test_the_likeliest_comes_first_and_what_failed_last():
     ends = [BranchEnd(0, 10, -9.0, "stop"), BranchEnd(1, 5, -2.0, "stop"), BranchEnd(2, 5, -1.0, "error")]
-    assert list(MyPlugin().result(None, ends)) == [1, 0, 2]
+    found = list(MyPlugin().result(None, ends))
+    expected = [1, 0, 2]
+    assert found == expected

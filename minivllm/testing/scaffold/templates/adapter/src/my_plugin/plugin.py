@@ -34,10 +34,17 @@ class MyMemory(AdapterMemory):
     """The adapters on the device."""
 
     def __init__(self, model: AdaptedModel, places: int) -> None:
-        self.model, self.none = model, places
+        self.model = model
+        self.none = places
         # the vectors of a layer whose inputs are split are added by one process, because results are summed
-        whole = [name for name, layer in model.layers.items() if layer.info.split != "row" or not layer.info.shard.rank]
-        self.layers = {name: LayerVectors(self, model.layers[name].info.out_features) for name in whole}
+        whole = []
+        for name, layer in model.layers.items():
+            if layer.info.split != "row" or not layer.info.shard.rank:
+                whole.append(name)
+        self.layers = {}
+        for name in whole:
+            outputs = model.layers[name].info.out_features
+            self.layers[name] = LayerVectors(self, outputs)
         self.rows = torch.zeros(0, dtype=torch.long)
 
     def layer(self, name: str) -> LayerVectors | None:
@@ -48,7 +55,8 @@ class MyMemory(AdapterMemory):
         if not source.names:
             raise adapter_refusal(source.folder, "there are no tensors")
         for name in source.names:
-            target, values = source.target(name), source.tensor(name)
+            target = source.target(name)
+            values = source.tensor(name)
             if tuple(values.shape) != (target.outputs,) or not values.isfinite().all():
                 raise adapter_refusal(source.folder, f"{name}: expected {target.outputs} finite numbers")
             if target.layer not in self.layers:

@@ -25,18 +25,24 @@ class MyPlugin(AttentionBackend):
         start = 0
         for row, n in enumerate(meta.host_q_len.tolist()):
             length = int(meta.kv_len[layer.group, row])  # with this step's tokens
-            blocks = meta.table[layer.group, meta.slots[row], : -(-length // meta.block)].long()
+            used = -(-length // meta.block)
+            blocks = meta.table[layer.group, meta.slots[row], :used].long()
             k, v = self.ctx.kv_format.load(layer.cache, blocks, torch.float32)  # [blocks * block, kv_heads, dim]
-            # cut before the product: entries behind a row's end may be NaN
-            k, v = (x[:length].repeat_interleave(spec.heads // spec.kv_heads, dim=1) for x in (k, v))
-            s = torch.einsum("qhd,khd->hqk", q[start : start + n].float(), k) * spec.softmax_scale
+            # cut before the product: entries after a row's end may be NaN
+            queries_per_kv = spec.heads // spec.kv_heads
+            k = k[:length].repeat_interleave(queries_per_kv, dim=1)
+            v = v[:length].repeat_interleave(queries_per_kv, dim=1)
+            new = q[start : start + n].float()
+            s = torch.einsum("qhd,khd->hqk", new, k) * spec.softmax_scale
             key = torch.arange(length, device=q.device)
             query = torch.arange(length - n, length, device=q.device)[:, None]  # the last n positions
             hidden = key > query
             if spec.window is not None:
                 hidden |= key <= query - spec.window
                 # blocks before the window are the null block, which may hold NaN, and 0 * NaN is NaN
-                v = v.masked_fill(hidden.all(dim=0)[:, None, None], 0)
-            p = s.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-            out[start : start + n] = torch.einsum("hqk,khd->qhd", p, v).to(out.dtype)
+                unseen = hidden.all(dim=0)[:, None, None]
+                v = v.masked_fill(unseen, 0)
+            p = s.masked_fill(hidden, -torch.inf)
+            result = torch.einsum("hqk,khd->qhd", p.softmax(dim=-1), v)
+            out[start : start + n] = result.to(out.dtype)
             start += n

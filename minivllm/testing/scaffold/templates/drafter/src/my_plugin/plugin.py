@@ -19,8 +19,10 @@ class MyPlugin(Drafter):
         known = ask.rows.position[:, None]
         at = torch.arange(history.shape[1], device=history.device)
         last = history.gather(1, known - 1)
-        before = torch.where((history == last) & (at < known - 1), at, -1).amax(dim=1)  # -1 if it has not come before
-        index = before[:, None] + 1 + torch.arange(ask.k, device=history.device)
+        earlier = (history == last) & (at < known - 1)
+        before = torch.where(earlier, at, -1).amax(dim=1)  # -1 if it has not come before
+        later = torch.arange(ask.k, device=history.device)
+        index = before[:, None] + 1 + later
         tokens = history.gather(1, index.clamp(max=history.shape[1] - 1))
         available = known[:, 0] - 1 - before
         count = torch.where(before >= 0, available.clamp(max=ask.k), 0)

@@ -31,15 +31,17 @@ class MyPlugin(ImageEncoder):
     def prepare(self, image: Any) -> ImageValues:
         small = image.resize((SIDE, SIDE))
         colours = np.asarray(small, np.float32) / 127.5 - 1
-        patches = colours.reshape(PATCHES, PIXELS, PATCHES, PIXELS, 3).swapaxes(1, 2)
-        return ImageValues(patches.reshape(PATCHES**2, -1), (3, SIDE, SIDE), PATCHES**2)
+        patches = colours.reshape(PATCHES, PIXELS, PATCHES, PIXELS, 3)
+        values = patches.swapaxes(1, 2).reshape(PATCHES**2, -1)
+        return ImageValues(values, (3, SIDE, SIDE), PATCHES**2)
 
     def load(self, device: str, dtype: str) -> int:
         import torch
 
         draw = torch.Generator().manual_seed(0)
         width = 3 * PIXELS**2
-        weight = torch.randn(width, int(self.ctx.config["hidden_size"]), generator=draw) / width**0.5
+        hidden = int(self.ctx.config["hidden_size"])
+        weight = torch.randn(width, hidden, generator=draw) / width**0.5
         self.projection = weight.to(device, getattr(torch, dtype))
         return self.projection.numel() * self.projection.element_size()
 

@@ -41,7 +41,8 @@ class MyPlugin(Executor):
         except BaseException:
             self.stop()
             raise
-        return replace(capacity, depth=1 if wiring.steps.run_ahead is None else wiring.steps.run_ahead)
+        depth = 1 if wiring.steps.run_ahead is None else wiring.steps.run_ahead
+        return replace(capacity, depth=depth)
 
     def submit(self, plan: StepPlan) -> None:
         flight = Flight(plan)
@@ -88,7 +89,8 @@ class MyPlugin(Executor):
 
     def stop(self, deadline: float = 10.0) -> None:
         self.flights.clear()
-        thread, runner = self.thread, self.runner
+        thread = self.thread
+        runner = self.runner
         self.thread = self.runner = None
         if runner is not None:
             thread.submit(runner.close).result(deadline)

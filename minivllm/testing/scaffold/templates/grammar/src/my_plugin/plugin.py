@@ -30,7 +30,8 @@ class MyPlugin(Grammar):
             raise ValueError(f"my-plugin compiles lists of texts, not {source.kind}")
         texts = tuple(text.encode() for text in json.loads(source.text))
         for text in texts:
-            if any(text[i : i + 1] not in self.ids for i in range(len(text))):
+            letters = [text[i : i + 1] for i in range(len(text))]
+            if any(letter not in self.ids for letter in letters):
                 raise ValueError(f"{text.decode()!r} cannot be spelled with this vocabulary, byte by byte")
         return Compiled(texts, sum(map(len, texts)))
 
@@ -43,14 +44,18 @@ class MyPlugin(Grammar):
     def take(self, matcher: list[Any], tokens: Sequence[int]) -> int:
         """Append tokens to a matcher, and return how many of them fit."""
         for i, token in enumerate(tokens):
-            texts, text = matcher[0], matcher[-1]
+            texts = matcher[0]
+            text = matcher[-1]
             if text is END:
                 return i
             if token in self.ctx.eos_ids:
                 after = END if text in texts else b""
                 fits = text in texts
             else:
-                piece = self.ctx.tokens[token] if token < len(self.ctx.tokens) else b""
+                if token < len(self.ctx.tokens):
+                    piece = self.ctx.tokens[token]
+                else:
+                    piece = b""
                 after = text + piece
                 fits = bool(piece) and any(t.startswith(after) for t in texts)
             if not fits:
@@ -65,13 +70,22 @@ class MyPlugin(Grammar):
                 failed[i] = "its text has ended"
                 continue
             bits = np.zeros(mask.shape[1] * 32, bool)
-            bits[self.next(matcher[0], matcher[-1])] = True
+            allowed = self.next(matcher[0], matcher[-1])
+            bits[allowed] = True
             mask[row] = np.packbits(bits, bitorder="little").view("<i4")
         return failed
 
     def next(self, texts: Sequence[bytes], text: bytes) -> list[int]:
         """Return the ids of the tokens that may follow a text."""
-        found = list(self.ctx.eos_ids) if text in texts else []
+        if text in texts:
+            found = list(self.ctx.eos_ids)
+        else:
+            found = []
         rests = [t[len(text) :] for t in texts if t.startswith(text)]
-        pieces = {rest[:n] for rest in rests for n in range(1, min(len(rest), self.longest) + 1)}
-        return found + [i for piece in pieces for i in self.ids.get(piece, ())]
+        pieces = set()
+        for rest in rests:
+            longest = min(len(rest), self.longest)
+            pieces |= {rest[:n] for n in range(1, longest + 1)}
+        for piece in pieces:
+            found += self.ids.get(piece, ())
+        return found

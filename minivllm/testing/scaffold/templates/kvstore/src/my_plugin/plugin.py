@@ -40,7 +40,8 @@ class MyPlugin(KVStore):
         if key not in self.pages:
             return None
         page = self.ctx.empty(self.sizes[key])
-        page[:] = np.frombuffer(zlib.decompress(self.pages[key]), np.uint8)
+        buffer = zlib.decompress(self.pages[key])
+        page[:] = np.frombuffer(buffer, np.uint8)
         return page
 
     def drop(self, keys: Iterable[bytes]) -> None:

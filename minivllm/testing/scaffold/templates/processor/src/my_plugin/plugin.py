@@ -30,7 +30,9 @@ class MyPlugin(Processor):
         return {"penalty": Column()}  # float32 [S]
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row | None:
-        return Row({"penalty": params.my_plugin}) if params.my_plugin else None
+        if params.my_plugin:
+            return Row({"penalty": params.my_plugin})
+        return None
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
         back = torch.arange(1, self.options.last + 1, device=logits.device)

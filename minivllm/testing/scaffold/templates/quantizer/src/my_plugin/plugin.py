@@ -28,9 +28,11 @@ class Weight(WeightScheme):
         rows = part_rows(self.info, part)  # q, k and v are rows of one matrix
         check_shape(tensor, self.weight[rows].shape)
         w = tensor.to(self.weight.device).float()
-        scale = w.abs().amax(dim=1).div(127).clamp(min=torch.finfo(torch.float32).tiny)  # a row of zeros stays zero
+        largest = w.abs().amax(dim=1)
+        scale = largest.div(127).clamp(min=torch.finfo(torch.float32).tiny)  # a row of zeros stays zero
         self.scale[rows] = scale
-        codes = (w / scale[:, None]).round().clamp(-127, 127)
+        codes = (w / scale[:, None]).round()
+        codes = codes.clamp(-127, 127)
         self.weight[rows] = codes.to(torch.int8)
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:

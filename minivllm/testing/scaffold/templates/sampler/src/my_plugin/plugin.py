@@ -38,7 +38,9 @@ class MyPlugin(Sampler):
         best = logits.argmax(dim=1)
         x = self.drawn_from(logits, rows, state)
         x += gumbel(rows.seed, rows.position, rows.sample, x.shape[1])
-        out.tokens.copy_(torch.where(state["temperature"][rows.slots] > 0, x.argmax(dim=1), best))
+        is_random = state["temperature"][rows.slots] > 0
+        tokens = torch.where(is_random, x.argmax(dim=1), best)
+        out.tokens.copy_(tokens)
 
     def drawn_from(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
         temperature = state["temperature"][rows.slots]

@@ -33,5 +33,8 @@ class MyPlugin(DecodingStrategy):
 def rank(end: BranchEnd) -> tuple[bool, float, int]:
     """Return the sort key of a sample; the smallest is the best."""
     score = end.cumulative_logprob
-    mean = -math.inf if score is None else score / max(end.length, 1)
+    if score is None:
+        mean = -math.inf
+    else:
+        mean = score / max(end.length, 1)
     return end.finish_reason in ("abort", "error"), -mean, end.sample

@@ -20,8 +20,10 @@ class MyPlugin(TokenizerBackend):
 
     def __init__(self, options: Any, ctx: TokenizerContext) -> None:
         super().__init__(options, ctx)
-        self.bytes = [bytes([i]) for i in range(256)] + [text.encode() for text in SPECIAL]
-        self.spellings = [f"<0x{i:02X}>" for i in range(256)] + list(SPECIAL)
+        self.bytes = [bytes([i]) for i in range(256)]
+        self.bytes += [text.encode() for text in SPECIAL]
+        self.spellings = [f"<0x{i:02X}>" for i in range(256)]
+        self.spellings += SPECIAL
         self.ids = {text: i for i, text in enumerate(self.spellings)}
 
     @property
@@ -46,13 +48,18 @@ class MyPlugin(TokenizerBackend):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         skipped = self.special_ids if skip_special_tokens else ()
-        return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
+        pieces = [self.token_bytes(i) for i in ids if i not in skipped]
+        return b"".join(pieces).decode("utf-8", "replace")
 
     def token(self, token_id: int) -> str | None:
-        return self.spellings[token_id] if 0 <= token_id < len(self.spellings) else None
+        if 0 <= token_id < len(self.spellings):
+            return self.spellings[token_id]
+        return None
 
     def token_id(self, token: str) -> int | None:
         return self.ids.get(token)
 
     def token_bytes(self, token_id: int) -> bytes:
-        return self.bytes[token_id] if 0 <= token_id < len(self.bytes) else b""
+        if 0 <= token_id < len(self.bytes):
+            return self.bytes[token_id]
+        return b""
