@@ -73,6 +73,13 @@ def test_what_is_held_is_what_the_tensors_say(bits, group, symmetric, order, for
     torch.testing.assert_close(scheme.apply(x), x @ want.T.float(), rtol=1e-4, atol=1e-4)
 
 
+def test_a_weight_that_is_not_loaded_has_no_stored_form_and_no_kernel():
+    scheme = Gptq(None, config()).scheme(info((32, 64), 160))
+    assert isinstance(scheme, PackedWeight)
+    assert scheme.stored() is None
+    assert scheme.joined(None, 0, "") is None
+
+
 def test_a_merged_layer_may_have_three_sizes_of_groups_and_stays_one_product():
     torch.manual_seed(1)
     dynamic = {"+:.*k_proj": {"group_size": 32}, r".*v_proj$": {"group_size": 64, "sym": False}}

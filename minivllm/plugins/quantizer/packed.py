@@ -308,10 +308,9 @@ class PackedWeight(WeightScheme):
 
     def _whole(self) -> WeightScheme | None:
         """Return the scheme that holds the whole module and multiplies x without reordering, None if there is none."""
-        first = self._held[0]
-        if len(self._held) > 1 or first.order is not None:
+        if len(self._held) != 1 or self._held[0].order is not None:
             return None
-        return first.scheme
+        return self._held[0].scheme
 
 
 def holds_words(source: PartSource, beside: tuple[str, ...]) -> bool:
