@@ -142,7 +142,7 @@ def query_factors(rope: Rope, length: int, device: str, dtype: torch.dtype, twic
     if rope.query_growth is None:
         return None
     beta, trained = rope.query_growth
-    position = torch.arange(length)
+    position = torch.arange(length).float()
     factors = 1 + beta * torch.log(1 + torch.floor(position / trained))
     return factors.repeat(2 if twice else 1).to(device, dtype)
 

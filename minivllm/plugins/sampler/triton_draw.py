@@ -181,7 +181,7 @@ def first(
     n, width = logits.shape
     tiles = triton.cdiv(width, TILE)
     group = group_size(width)
-    new = partial(torch.empty, device=logits.device)
+    new = partial(torch.empty, dtype=torch.float32, device=logits.device)
     peak = new(n, tiles)
     score = new(n, tiles)
     index = new(n, tiles, dtype=torch.int32)

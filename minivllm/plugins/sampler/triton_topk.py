@@ -152,7 +152,7 @@ def few(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     groups = w.tiles * (TILE // w.group)
     g = triton.next_power_of_2(groups)
     room = min(ROOM, triton.next_power_of_2(width))
-    new = partial(torch.empty, device=logits.device)
+    new = partial(torch.empty, dtype=torch.float32, device=logits.device)
     hits = new(n, g, dtype=torch.int32)
     value = new(n, room)
     column = new(n, room, dtype=torch.int32)
