@@ -8,7 +8,17 @@ import torch
 from minivllm import LLM
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import ModelError
-from minivllm.plugins.quantizer.eight import Fp8, Fp8Both, Fp8Weight, Fp8WeightOnly, Int8Both, quantized_rows
+from minivllm.plugins.quantizer import int8
+from minivllm.plugins.quantizer.eight import (
+    Fp8,
+    Fp8Both,
+    Fp8Weight,
+    Fp8WeightOnly,
+    Int8Both,
+    LlmInt8Weight,
+    quantized_rows,
+)
+from minivllm.plugins.quantizer.int8 import Int8Weight
 from minivllm.plugins.quantizer.spec import FP8, FP8_WEIGHT
 from minivllm.registration.spec import KINDS, PluginQuery
 
@@ -89,3 +99,14 @@ def test_pocket_does_its_tasks_in_8_bits():
         with LLM(model="pocket", quantizer=name, **sizes) as llm:
             rows = evaluate(Minivllm(llm).generate, requested)
         assert [right for _, _, right in rows] == [1.0] * 4, (name, rows)
+
+
+@pytest.mark.parametrize("scheme, kernel", [(Int8Weight(info()), "int8"), (LlmInt8Weight(info(), 6.0), "")])
+def test_rows_with_large_elements_are_not_rounded_again_by_the_kernel_of_many_rows(scheme, kernel, monkeypatch):
+    """``LlmInt8Weight`` rounds small elements itself, and large ones keep their 16 bits."""
+    quant = pytest.importorskip("minivllm.device.kernels.quant")
+    monkeypatch.setattr(quant, "capability", lambda device: 9)
+    monkeypatch.setattr(int8, "kernels_of", quant.Quantized)
+    scheme.load("weight", torch.randn(32, 64), "")
+    scheme.finish()
+    assert scheme.kernels._hopper(torch.zeros(64, 64, dtype=torch.bfloat16)) == kernel

@@ -97,6 +97,8 @@ def described(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | N
 class Quantized(QuantizedWeight):
     """The products x W^T with one quantized weight, by a kernel that is chosen by the number of rows."""
 
+    rounds_rows = True  # whether the int8 kernel for many rows, which rounds the rows of x, may be used
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute x W^T [M, N] for x [M, K] of any strides, in ``out`` if it is not None.
 
@@ -122,7 +124,7 @@ class Quantized(QuantizedWeight):
         if not aligned or x.element_size() != 2 or capability(x.device) != 9:
             return ""
         if self.weight.dtype == torch.int8 and 32 < m <= INT8_ROWS:
-            return "int8"
+            return "int8" if self.rounds_rows else ""
         # these kernels were not measured with zero points that are no whole numbers
         most = TABLE_TMA_ROWS if form.table else TMA_ROWS
         measured = (16 if form.bits == 4 else 64) < m <= most and form.zero != 1

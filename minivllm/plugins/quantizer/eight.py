@@ -103,7 +103,7 @@ class LlmInt8Weight(Int8Weight):
     def finish(self) -> None:
         super().finish()
         if self.kernels is not None:
-            self.kernels.hopper = False  # the Hopper path would round whole rows again, including their large elements
+            self.kernels.rounds_rows = False  # large elements of x must not be rounded
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         if self.kernels is not None:
