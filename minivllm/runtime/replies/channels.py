@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from .brackets import OpenString
 from .contract import ReplyContext
 from .description import Channels
 from .elements import beginnings
@@ -33,6 +34,8 @@ class ChannelReply:
         self._size = 0  # number of characters of the header so far
         self._kind = ANSWER
         self._written: list[str] = []  # the arguments of the call so far
+        # the strings of these arguments, in which a tag is text; None if the answer is not constrained by a grammar
+        self._string: OpenString | None = None
         self._tag_of = {mark: tag for tag, mark in context.marks.items()}
         named = (channels.start, channels.channel, channels.message, channels.constrain, *channels.ends)
         spelled = [tag for tag in named if tag not in context.marks]
@@ -72,7 +75,7 @@ class ChannelReply:
         if not text:
             return None
         if kind == CALL and self._written:
-            self._written.append(text)
+            self._keep(text)
             return Written(text)
         if kind == THOUGHTS and not (out.lead or out.spaces or text[-1].isspace()):
             return Thought(text)
@@ -108,15 +111,24 @@ class ChannelReply:
         elif self._kind == CALL:
             text = text if self._written else text.lstrip()
             if text:
-                self._written.append(text)
+                self._keep(text)
                 self._out.write(text)
         elif self._kind == ANSWER:
             self._out.say(text)
 
+    def _keep(self, text: str) -> None:
+        """Store a piece of the arguments of a call."""
+        self._written.append(text)
+        if self._string is not None:
+            self._string.add(text)
+
     def _tag(self, tag: str) -> None:
         """Read a tag."""
         channels = self._channels
-        if tag == channels.start:
+        quoted = self._kind == CALL and self._string is not None and self._string.quoted
+        if quoted and tag not in self._context.hidden:
+            self._add(tag)
+        elif tag == channels.start:
             self._end_message()
             self._header = []
         elif tag in (channels.channel, channels.constrain):
@@ -144,6 +156,7 @@ class ChannelReply:
         if name and self._context.calls:
             self._kind = CALL
             self._written = []
+            self._string = OpenString() if self._context.strict else None
             self._out.begin_call(name)
         elif channel in channels.thoughts:
             self._kind = THOUGHTS
