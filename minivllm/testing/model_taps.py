@@ -122,7 +122,7 @@ class ModelTaps(SpecConformance):
         """Give the router's own experts at a tap point, and then other ones, and check the logits."""
         plain = Passed({point: width})
         logits = self._tapped_logits(harness, plain)
-        own = plain.found[-1][1].int()
+        own = next(x for one, x in plain.found if one == point).int()
         taps = Gives({point: width}, {point: own})
         same = self._tapped_logits(harness, taps)
         assert torch.equal(same, logits), f"{name}: the router's own experts, given at {point}, change the logits"
