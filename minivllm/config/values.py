@@ -1,4 +1,4 @@
-"""The options of the engine and of a run: names, defaults, limits and descriptions for users."""
+"""The options of the engine and of ``minivllm run``: names, defaults, limits and descriptions for users."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Writer:
         return ids, [TEXT] * len(ids)
 
     def talk(self) -> Document:
-        """Return small talk, or a few signs of other scripts to copy."""
+        """Return small talk, or a few characters beyond ASCII to copy."""
         rng = self.rng
         if rng.random() < 0.6:
             question, answer = rng.choice(TALK)

@@ -191,7 +191,7 @@ class Results:
         self.add(request.custom_id, name, head[:-1].encode() + b', "body": ' + body + b"}")
 
     def add_error(self, line: int, exc: LineError) -> None:
-        """Write the error of a line that is no request."""
+        """Write the result of a line that is no request: an error, and null as the response."""
         self.tally.failed += 1
         error = {"code": exc.code, "message": str(exc), "line": line}
         self.add(exc.custom_id, f"line_{line}", b"null", error)

@@ -184,7 +184,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         method = written.of(self.spec)
         outs = st.sampled_from(method.outs if method else self.outs)
         rows = st.lists(outs, min_size=1, max_size=3)
-        # 0 means as many inputs as rows: a square weight would not reveal a transposition
+        # 0 means as many inputs as rows: only with a square weight is a transposition no error of shape
         inputs = st.sampled_from([*self.ins, 0, 0])
         elements = self.values("dtype", *data.DTYPES)
         dtype = st.sampled_from(elements)

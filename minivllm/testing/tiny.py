@@ -193,7 +193,7 @@ def small_config(cls: Any, **values: Any) -> PretrainedConfig:
     def canonical(name: str) -> str:
         return cls.attribute_map.get(name, name)
 
-    if "attention_types" in known:  # GPT-Neo has a list with an entry for each layer
+    if "attention_types" in known:  # GPT-Neo has a list of [kinds of layers, repetitions]
         layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
         types = [[["global", "local"], layers // 2], [["global"], layers % 2]]
         values = {"attention_types": types, **values}

@@ -110,7 +110,8 @@ class _Late:
         """Return which matchers have not received all tokens of their sequence (as indices), and the missing token ids
         of each.
 
-        ``known`` i64 [n] has the number of known tokens of each row.  The returned tokens count as received afterwards.
+        ``known`` i64 [n] has the number of known tokens of each row with a grammar, and ``tokens`` the ids of each
+        slot.  The returned tokens count as received afterwards.
         """
         behind: Sequence[int] = range(len(known))
         if (known == self.matched + 1).all():

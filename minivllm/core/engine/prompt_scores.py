@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
     """Set how many log-probabilities per token the client receives, and how many the device returns.
 
-    RequestError if the client requests more than the engine allows.  RequestError too for a beam search with a sampling
-    parameter that does not change the model's own log-probabilities, by which beams are ranked."""
+    RequestError if the client requests more than the engine allows.  With ``logprobs_mode=raw_logprobs`` RequestError
+    too for a beam search with sampling parameters, because the log-probabilities that rank its beams ignore them."""
     p = request.params
     most = vocab if wiring.max_logprobs < 0 else min(wiring.max_logprobs, vocab)
     for name in ("logprobs", "prompt_logprobs"):

@@ -45,7 +45,7 @@ class PageLoad:
     begun: float  # start of the load, in seconds of the engine's clock
     patience: float
     wanted: dict[tuple[int, int], tuple[int, bytes]]  # (tier, key)
-    # the running loads of these pages; empty until there is memory for them
+    # the running loads of these pages; empty until there is host memory for them
     pages: dict[tuple[int, int], Staged] = field(default_factory=dict)
     ready: bool = False
     predicted: float = 0.0  # expected seconds until all pages are loaded

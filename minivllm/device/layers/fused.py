@@ -158,10 +158,10 @@ def joined(first: NormedLinear, second: NormedLinear) -> NormedLinear | None:
 
 
 class GatedLinear(_Pair):
-    """A linear layer and a gate: a call with a Normed returns activation(gate) * up [T, n].
+    """A linear layer and a gate: a call with the result of a norm (Normed) returns activation(gate) * up [T, n].
 
-    linear(x) [T, 2 n] is gate | up.  The result is a Tensor, or the form that the follower reads: Rounded or
-    GatedRow."""
+    linear(x) [T, 2 n] is gate | up.  The result is a Tensor, or the form that the next product reads: Rounded (8 bits)
+    or GatedRow (with the largest values of its parts)."""
 
     mode = 1
 

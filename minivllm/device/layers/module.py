@@ -28,7 +28,9 @@ class Module:
         return {("", name): tuple(t.shape) for name, t in self.tensors.items()}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
-        """Store a full checkpoint tensor of any floating dtype and device.  ModelError on a wrong shape or dtype."""
+        """Store a full checkpoint tensor of a floating dtype of 16 bits or more, on any device.
+
+        ModelError on a wrong shape or dtype."""
         fill(self.tensors[param], tensor)
 
     def finish(self) -> None:

@@ -165,7 +165,8 @@ class Launcher:
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # otherwise Ray warns of a future change
             # the head of the cluster is never restarted
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
-            if "RAY_AUTH_MODE" not in os.environ:  # otherwise Ray would leave a token in the user's home
+            if "RAY_AUTH_MODE" not in os.environ:
+                # a random token for this cluster alone, or Ray would leave one in the user's home
                 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         else:
             check_address(address)

@@ -24,7 +24,7 @@ class Hill:
     def __init__(self, sizes: int) -> None:
         self.seconds: list[float | None] = [None] * sizes
         self.best = 0
-        self._up = True  # True if the last trial used more threads than the best number so far
+        self._up = True  # direction of the last trial, True for more threads
         self.calls = 0  # number of calls since the last trial
         self.every = SOON
 

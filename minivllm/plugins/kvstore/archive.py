@@ -31,7 +31,7 @@ from .segments import (
 )
 
 MEMBER = re.compile(r"[0-9a-f]{32}/(r\d+of\d+-[\w.%~-]+\.(kv|name)|about\.txt)")
-LARGEST_NAME = 64 << 20  # largest size in bytes of a file with the keys of a named prefix
+LARGEST_NAME = 64 << 20  # largest size in bytes of a file that lists the page keys of a named prefix
 
 
 @dataclass

@@ -108,7 +108,7 @@ class FinishedStep(PlannedStep):
     Counters never decrease."""
 
     token: np.ndarray  # i32 [N]
-    count: np.ndarray  # i32 [N] 1 if the token was accepted, else 0
+    count: np.ndarray  # i32 [N] 1 if the drawn token was accepted, else 0 (see ``StepResult.count``)
     flags: np.ndarray  # u8 [N] EOS, STOP_ID, LENGTH, NAN, OVERSHOOT, FAILED (core.interfaces.plan)
     error: str | None  # error of a plug-in in the step
     time: float

@@ -37,7 +37,7 @@ class LifeTotals:
             self.last[name] = 0
 
     def totals(self) -> dict[str, int]:
-        """Return only the totals, for a replica without an engine."""
+        """Return only the totals over all its engines, for a replica whose engine does not answer."""
         return {name: self.before[name] + self.last[name] for name in TOTALS}
 
 

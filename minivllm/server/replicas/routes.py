@@ -29,7 +29,7 @@ def _shown(client: ReplicaClient) -> JSONResponse:
 
 
 async def show(request: Request, service: Service) -> Any:
-    """Return the state of each replica, its number of requests, and its restarts."""
+    """Return the state of each replica, its process, requests (present and sent), tokens and restarts."""
     return _shown(replicas_of(service))
 
 

@@ -125,7 +125,7 @@ def test_a_run_that_added_vectors_is_another_one_and_cannot_be_run_from_a_file(m
             assert len(replay.batches(record, "f.json")) == 1
         else:
             with pytest.raises(
-                ConfigError, match=rf"request 1 added a vector at {point}, which a record does not hold"
+                ConfigError, match=rf"request 1 added a vector at {point}, which a record does not contain"
             ):
                 replay.batches(record, "f.json")
     assert hashes[2] == hashes[3] and len(set(hashes)) == 3

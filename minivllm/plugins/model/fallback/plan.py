@@ -288,7 +288,8 @@ def experts_of(module: Any) -> str | None:
 def _has_expert_layout(module: Any) -> bool:
     """Return whether experts have gate_up_proj [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner].
 
-    Biases of both are allowed, other parameters are not.
+    Biases of both are allowed, other parameters are not.  The rows of gate come before those of up, no matrix is
+    transposed, and no norm follows.
     """
     params = {name: tuple(param.shape) for name, param in module.named_parameters(recurse=False)}
     gate_up = params.pop("gate_up_proj", ())
