@@ -13,6 +13,8 @@ from minivllm.core.interfaces.quantizer import Shard
 
 from .module import Module, check_shape, fill
 
+FACTORS = "query factors"  # key of ``AttnMeta.work``, which ``step.forward`` removes before each run
+
 
 class AttentionLayer(Module):
     """Attention of this process's heads, with the KV cache of one layer.
@@ -68,8 +70,8 @@ class AttentionLayer(Module):
 
     def _factors(self, factors: Tensor, meta: AttnMeta) -> Tensor:
         """Return the factors [T, 1, 1] of the step's queries.  The first layer of a step stores them for the others."""
-        key = ("query factors", id(factors))
-        if key not in meta.work:
-            meta.work[key] = factors.index_select(0, meta.position).view(-1, 1, 1)
-        found: Tensor = meta.work[key]
-        return found
+        found: dict[int, Tensor] = meta.work.setdefault(FACTORS, {})
+        key = id(factors)
+        if key not in found:
+            found[key] = factors.index_select(0, meta.position).view(-1, 1, 1)
+        return found[key]

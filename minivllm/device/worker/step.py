@@ -22,6 +22,7 @@ from minivllm.core.interfaces.attention import AttnMeta
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.plan import FAILED, NAN, OVERSHOOT
 from minivllm.core.interfaces.sampling import Draw, Rows
+from minivllm.device.layers.attention import FACTORS
 
 from . import sampling
 
@@ -157,6 +158,8 @@ def forward(
     ``logits_indices`` None means all tokens.  With ``selects`` the model itself drops the other tokens after its last
     attention.  The result is written to ``out`` unless that is None.  ``run(seam, call, *args)`` calls the attention
     back end and the model; ``seam`` is "attention" or "model"."""
+    # the tensors of a capture serve several runs, and a back end need not clear ``work``
+    step.meta.work.pop(FACTORS, None)
     run("attention", backend.plan, step.meta, key)
     if selects:
         step.logits_indices = logits_indices

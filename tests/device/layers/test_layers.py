@@ -8,15 +8,18 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from minivllm.core.interfaces.attention import AttentionContext, AttnSpec, QKPre
+from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey, QKPre
 from minivllm.core.interfaces.decoder import ACTIVATIONS, Norm, Rope
-from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.quantizer import ModuleInfo, Shard
 from minivllm.device.layers import fields, invariant
 from minivllm.device.layers.activation import APPLY, gate_mul
+from minivllm.device.layers.attention import AttentionLayer
 from minivllm.device.layers.linear import Dense, Linear
 from minivllm.device.layers.norm import RMSNorm
 from minivllm.device.layers.parts import ModelParts
 from minivllm.device.layers.rotary import inverse_frequencies, prepare_qk, rotary_tables
+from minivllm.device.worker import step
 from minivllm.errors import ModelError, PluginError
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Fp32
@@ -212,3 +215,21 @@ def test_linear_is_a_module_of_parts():
     made = parts()
     linear = made.linear("a.b", 4, [("", 2)])
     assert isinstance(linear, Linear) and made.modules == {"a.b": linear}
+
+
+def test_factors_of_queries_follow_the_positions_although_runs_share_their_tensors():
+    """The tensors of a capture serve a run before it, and a back end need not clear what the run stored."""
+    backend = SimpleNamespace(
+        plan=lambda meta, key: None,
+        write=lambda layer, q, k, v, meta, pre: q,
+        forward=lambda layer, q, meta, out, norms: out.copy_(q),
+    )
+    layer = AttentionLayer("attn", AttnLayer(0, 0, AttnSpec(2, 2, 4, 4)), backend, "cpu", Shard())
+    layer.factors = torch.arange(10.0)
+    ids, position, x = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 1, 2]), torch.ones(3, 8)
+    meta = SimpleNamespace(position=position, work={})
+    for positions in ([0, 1, 2], [7, 3, 9]):
+        position.copy_(torch.tensor(positions))
+        tensors = StepTensors(ids, position, meta)
+        got = step.forward(lambda one: layer(x, x, x, one), backend, tensors, GraphKey())
+        assert torch.equal(got, layer.factors[position][:, None].expand(3, 8))
