@@ -110,3 +110,4 @@ def test_rows_with_large_elements_are_not_rounded_again_by_the_kernel_of_many_ro
     scheme.load("weight", torch.randn(32, 64), "")
     scheme.finish()
     assert scheme.kernels._hopper(torch.zeros(64, 64, dtype=torch.bfloat16)) == kernel
+    assert any("two numbers of 8 bits" in text for text in scheme.served("cuda", 90).values()) == bool(kernel)

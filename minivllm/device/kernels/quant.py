@@ -65,10 +65,13 @@ def _numbers(weight, scale, zero, table, out, first, F: tl.constexpr, BB: tl.con
         tl.store(to + 16, (high * s).to(out.dtype.element_ty), mask=on)
 
 
-def described(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) -> dict[str, str]:
+def described(
+    dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None, rounds_rows: bool = True
+) -> dict[str, str]:
     """Return for ``minivllm explain`` which kernel serves which numbers of rows of a weight of this dtype.
 
-    ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.
+    ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.  ``rounds_rows`` is
+    that of ``Quantized``.
     """
     joins, hopper = sm >= 90, sm // 10 == 9
     small, found = joins and dtype != torch.uint8, {}
@@ -84,7 +87,10 @@ def described(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | N
         return found
     found[f"up to {FEW}"] = "read once, without matrix units"
     if hopper and dtype == torch.int8:
-        found[f"33 to {INT8_ROWS}, of 16 bits"] = "int8 tensor cores, rows as two numbers of 8 bits by a kernel before"
+        if rounds_rows:
+            found[f"33 to {INT8_ROWS}, of 16 bits"] = (
+                "int8 tensor cores, rows as two numbers of 8 bits by a kernel before"
+            )
     elif hopper:
         least, most = 17 if dtype == torch.uint8 else 65, TABLE_TMA_ROWS if table else TMA_ROWS
         found[f"{least} to {most}, in bfloat16"] = "tensor cores, tiles by the copy engine"

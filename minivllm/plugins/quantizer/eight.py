@@ -95,15 +95,11 @@ class LlmInt8Weight(Int8Weight):
     """
 
     homogeneous = False  # the result does not scale with x, because the threshold for large elements is fixed
+    rounds_rows = False  # large elements of x must not be rounded
 
     def __init__(self, info: ModuleInfo, threshold: float) -> None:
         super().__init__(info)
         self.threshold = threshold
-
-    def finish(self) -> None:
-        super().finish()
-        if self.kernels is not None:
-            self.kernels.rounds_rows = False  # large elements of x must not be rounded
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         if self.kernels is not None:

@@ -81,16 +81,18 @@ def served_by(
     table: bool = False,
     rounded: torch.dtype | None = None,
     native: bool = False,
+    rounds_rows: bool = True,
 ) -> Mapping[str, str]:
     """Return descriptions of the kernels that multiply by a weight of a dtype, by the number of rows of x.
 
     The keys are those of ``WeightScheme.served``.  ``table`` means codes with a table.  ``rounded`` is the dtype to
     which rows of x are rounded.  ``native`` means that the native library of a CPU multiplies any number of rows.
+    ``rounds_rows`` is that of ``quant.Quantized``.
     """
     if device.startswith("cuda") and _runs_kernels(dtype, sm, rounded):
         from minivllm.device.kernels.quant import described
 
-        return described(dtype, sm, table, rounded)
+        return described(dtype, sm, table, rounded, rounds_rows)
     if native:
         return {"any": "read as they lie by the native part"}
     kernels = {}

@@ -27,6 +27,8 @@ from .tiled import WholeWeight
 class ByteRows(WholeWeight):
     """``weight`` int8 or float8 [out, in], ``scale`` float32 [out]."""
 
+    rounds_rows = True  # whether a kernel for many rows may round the rows of x
+
     def __init__(self, info: ModuleInfo, weight: Tensor, scale: Tensor) -> None:
         super().__init__(info, weight=weight, scale=scale)
         self.weight = weight
@@ -35,6 +37,8 @@ class ByteRows(WholeWeight):
     def finish(self) -> None:
         stored = StoredWeight(self.weight, self.scale)
         self.kernels = kernels_of(self.weight, self.scale)
+        if self.kernels is not None:
+            self.kernels.rounds_rows = self.rounds_rows
         self.native = self.native_product(stored)
 
     def stored(self) -> StoredWeight:
@@ -45,7 +49,7 @@ class ByteRows(WholeWeight):
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
         native = self.native is not None
-        return served_by(self.weight.dtype, device, sm, native=native)
+        return served_by(self.weight.dtype, device, sm, native=native, rounds_rows=self.rounds_rows)
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         steps = self.weight[ids].float()
