@@ -159,11 +159,12 @@ def test_words_that_no_zygote_can_run_are_refused(user):
 
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    zygote.socket_path()
-    (tmp_path / f"minivllm-{os.getuid()}").chmod(0o755)
-    with pytest.raises(ResourceError, match="mode 0700"):
+    with tempfile.TemporaryDirectory() as short:  # a socket's path has at most 107 bytes, and ``tmp_path`` may be long
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         zygote.socket_path()
+        Path(short, f"minivllm-{os.getuid()}").chmod(0o755)
+        with pytest.raises(ResourceError, match="mode 0700"):
+            zygote.socket_path()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("x" * 100)))
     with pytest.raises(ResourceError, match="at most 107 bytes"):
         zygote.socket_path()

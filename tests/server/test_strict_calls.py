@@ -69,7 +69,7 @@ def test_a_schema_that_the_format_cannot_express_is_forced_as_a_list_in_json(ser
     tool["function"]["strict"] = True
     refused = server.post(CHAT, {**ASK, "tools": [tool]})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
-    assert "cannot express f: the name 'a>b'" in refused.json()["error"]["message"]
+    assert "cannot express f: the argument 'a>b', whose name" in refused.json()["error"]["message"]
 
 
 def test_a_call_that_the_model_chooses_fits_a_strict_function(server):

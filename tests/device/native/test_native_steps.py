@@ -37,7 +37,8 @@ torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 
 MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss", "Qwen3_5Moe", "Qwen3Next", "Lfm2Moe")
 SLOPES = ("Bloom", "Mpt")  # ALiBi
-SEPARATE = (*MIXTURES, *SLOPES)
+GROWING = ("Ministral3",)  # queries with a factor of their position
+SEPARATE = (*MIXTURES, *SLOPES, *GROWING)
 PROMPTS = [prompt(20), prompt(7, 1), prompt(1, 2)]
 
 
@@ -65,9 +66,13 @@ def test_each_family_computes_what_its_separate_operations_do(architecture, tmp_
 
 
 @pytest.mark.parametrize("architecture", [name for name in FAMILIES if name.startswith(SEPARATE)])
-def test_mixtures_and_slopes_run_as_separate_operations_and_say_so(architecture, tmp_path):
+def test_mixtures_slopes_and_growing_queries_run_as_separate_operations_and_say_so(architecture, tmp_path):
     path = checkpoint(tmp_path, architecture)
-    reasons = {MIXTURES: "is a mixture of experts", SLOPES: "layer 0 has slopes of distance"}
+    reasons = {
+        MIXTURES: "is a mixture of experts",
+        SLOPES: "layer 0 has slopes of distance",
+        GROWING: "layer 0 multiplies queries by a factor of their position",
+    }
     (why,) = (reason for names, reason in reasons.items() if architecture.startswith(names))
     with watched() as seen, engine(path) as llm:
         assert any(why in note for note in llm.engine.capacity.notes)
