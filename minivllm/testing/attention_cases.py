@@ -95,11 +95,11 @@ class Space:
         self.kind = suite.subject.kind
 
     def _values(self, fact: str, candidates: Sequence[Any]) -> list[Any]:
-        """Return the values of a fact to test: the claimed candidates, and the numbers at the limits of the spec.
+        """Return the values of a fact to test, which are the claimed candidates and the numbers at the limits of the
+        spec.
 
-        The limit is a range, of which the edges are tested, or a set, of which all elements are.  On a GPU only the
-        least and the greatest number are tested, unless the profile is long, because a kernel is compiled for each
-        size.
+        If the limit is a range, its edges are tested, and if it is a set, all elements.  On a GPU only the least and
+        the greatest number are tested, unless the profile is long, because a kernel is compiled for each size.
         """
         if self.suite.spec.limits == ANY:
             limit = ANY

@@ -32,7 +32,7 @@ class PredictorContext:
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """What a predictor receives about a request whose answer length it predicts."""
+    """Facts about a request whose answer length a predictor predicts."""
 
     prompt: np.ndarray  # i32 [n] token ids; it must not be changed
     max_out: int  # largest possible number of tokens of the answer

@@ -93,7 +93,7 @@ class PrefixAwareOptions(BaseModel):
 
 
 class FairOptions(BaseModel):
-    """What a token of service costs, and how long a request waits at most."""
+    """Costs of a token of service, and the longest wait of a request."""
 
     model_config = CLOSED
 

@@ -49,7 +49,7 @@ class MadeTables:
 
 
 @dataclass(frozen=True)
-class Turn:
+class RotatedCall:
     """A recorded call of a function ``apply_rotary_pos_emb``: the function, its arguments, and the rotated q and k."""
 
     function: Callable[..., Any]
@@ -71,7 +71,7 @@ class Ropes:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.made: dict[int, MadeTables] = {}  # id of the tensor cos -> call that computed it
-        self.turned: dict[nn.Module, Turn] = {}
+        self.turned: dict[nn.Module, RotatedCall] = {}
         self.known: dict[tuple[Any, int, int], bool] = {}
 
     @contextmanager
@@ -110,7 +110,7 @@ class Ropes:
         def apply(*args: Any, **kwargs: Any) -> Any:
             out = function(*args, **kwargs)
             if len(args) == 4 and not kwargs and _is_pair(out):
-                self.turned[module] = Turn(function, *args, rotated=out)
+                self.turned[module] = RotatedCall(function, *args, rotated=out)
             return out
 
         return apply
