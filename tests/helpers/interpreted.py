@@ -303,17 +303,24 @@ def columns(slots=5, length=40, groups=2, block=4):
         stop_ids=stop,
         n_eos=torch.ones(slots, dtype=torch.int64),
         table=torch.arange(groups * slots * 10, dtype=torch.int32).view(groups, slots, 10),
+        dropped=None,
     )
 
 
-def test_begin_reads_token_position_and_slot_of_each_row():
+@pytest.mark.parametrize("dropped", [None, [[5, 0, 0, 9, 0], [0, 0, 3, 4, 0]]], ids=["complete", "compressed"])
+def test_begin_reads_token_position_and_slot_of_each_row(dropped):
     state, slots = columns(), torch.tensor([3, 0, 2])
+    if dropped is not None:
+        state.dropped = torch.tensor(dropped)
     ids, position = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     kv_len, slot_map = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64)
     step.begin(slots, state, ids, position, kv_len, slot_map)
-    assert position.tolist() == [29, 16, 7] and kv_len.tolist() == [[30, 17, 8]] * 2
+    gone = torch.zeros(2, 5, dtype=torch.int64) if dropped is None else state.dropped
+    stored = position - gone[:, slots]  # position in the cache of each group of layers
+    assert position.tolist() == [29, 16, 7] and torch.equal(kv_len.long(), stored + 1)
     assert torch.equal(ids, state.tokens[slots, position].long())
-    want = state.table[:, slots, position // 4].long() * 4 + position % 4
+    groups = torch.arange(2)[:, None]
+    want = state.table[groups, slots, stored // 4].long() * 4 + stored % 4
     want[:, 2] = 0  # it has ended, so it writes to the null block
     assert torch.equal(slot_map, want)
     got = step.gather(slots, (state.known, state.end, state.min_end, state.n_eos))
