@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import delta_rule_cases
 import expert_kernels
-import lora_kernels
 import numpy as np
 import pytest
 import short_conv_cases
@@ -41,14 +40,6 @@ def near(got, want, tolerance=2e-5):
 def test_a_size_that_a_larger_one_beats_is_not_used():
     assert graphs.useful_sizes({1: 1.0, 2: 2.0, 4: 1.5, 8: 3.0, 16: 2.9, 32: 2.9}) == [1, 4, 16, 32]
     assert graphs.useful_sizes({448: 14.0, 480: 10.5, 512: 11.3}) == [480, 512]
-
-
-@pytest.mark.parametrize("shape", lora_kernels.SHAPES, ids=str)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.float16, 2e-2)], ids=str)
-def test_each_token_gets_the_product_of_its_adapter(dtype, bound, shape):
-    for tokens in (1, 19, 260):
-        lora_kernels.check("cpu", dtype, shape, tokens, bound)
-    lora_kernels.check("cpu", dtype, shape, 19, bound, invariant=True)
 
 
 def test_add_rms_norm_adds_in_place_and_normalises():

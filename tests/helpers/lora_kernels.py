@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from minivllm.device.kernels.activation import gate_mul
 from minivllm.plugins.adapter.triton_lora import LoraProduct, group
+from minivllm.plugins.adapter.triton_merged import gated
 
 PLACES, RANK = 5, 16
 # (inputs, first outputs of the parts, outputs), shapes of qkv, gate and up, and a plain layer
@@ -52,3 +54,30 @@ def check(device, dtype, shape, tokens, tolerance, invariant=False):
             of_one = group(places[t : t + 1], of_layers, invariant)
             alone = product(x[t : t + 1], y[t : t + 1].clone(), of_one)
             assert torch.equal(alone, got[t : t + 1]), "the bits of a row depend on the other rows"
+
+
+def check_gate(device, dtype, tokens, tolerance):
+    """Compare the kernel between the products of an MLP with the separate kernels.
+
+    Gates have the same bits.  ``tolerance`` is that of the products of the next layer, relative to the largest."""
+    torch.manual_seed(tokens)
+    inputs, inner = 256, 1000
+    random = lambda *size: torch.randn(*size).to(dtype).to(device)  # noqa: E731
+    up = LoraProduct(
+        random(PLACES, 2, RANK, inputs).mul_(0.06), random(PLACES, 2 * inner, RANK).mul_(0.3), 0, [0, inner]
+    )
+    down = LoraProduct(random(PLACES, 1, RANK, inner).mul_(0.03), random(PLACES, inputs, RANK), 1, [0])
+    ranks = torch.tensor([[16, 16], [3, 16], [16, 0], [0, 7], [9, 1]], dtype=torch.int32).to(device)
+    places = torch.randint(-1, PLACES, (tokens,), dtype=torch.int32).to(device)
+    groups = group(places, ranks, False)
+    x, y = random(tokens, inputs), random(tokens, 2 * inner)
+    h = up.shrink(x, groups)
+    want = gate_mul(up.expand(h, y.clone(), groups))
+    found, none = gated(up, None, h, y, "silu", groups)
+    assert torch.equal(found, want) and none is None
+    found, ahead = gated(up, down, h, y, "silu", groups)
+    assert torch.equal(found, want) and ahead is not None
+    adapted = (places >= 0) & (ranks[places.clamp(min=0).long(), 1] > 0)
+    of_down = down.shrink(want, groups).double().sum(0)[0, adapted]
+    error = (ahead.double().sum(0)[0, adapted] - of_down).abs().max() / of_down.abs().max()
+    assert error < tolerance, (tokens, error.item())

@@ -162,7 +162,8 @@ class LowRank(NamedTuple):
 
 
 # change(product, x) returns the changed product [T, out] of a layer, as far as it belongs to this
-# process. product(x) is the product of the layer itself.
+# process. product(x) is the product of the layer itself. A change may also have the method ``gated`` of
+# ``LayerAdapters``, which computes the gate of an MLP too.
 LayerChange = Callable[["Callable[[Tensor], Tensor]", "Tensor"], "Tensor"]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -43,6 +43,23 @@ class LayerAdapters:
     def on(self) -> bool:
         """Return whether a method of the running step may change the layer."""
         return any(number in self.active.numbers for number, _ in self.changes)
+
+    def gated(
+        self, product: Callable[[Tensor], Tensor], x: Tensor, activation: str, following: LayerAdapters | None
+    ) -> Tensor | None:
+        """Return activation(gate) * up [T, n] of the changed product [T, 2 n] = gate | up for x [T, in], None if the
+        method of the running step does not compute both together.
+
+        ``following`` are the adapters of the layer that reads the result, which may be computed ahead."""
+        change = self._only(x, "gated")
+        after = None if following is None else following._only(x, "gated")
+        return None if change is None else change.gated(product, x, activation, after)
+
+    def _only(self, x: Tensor, method: str) -> Any:
+        """Return the only change of the running step for x [T, in] if it has a ``method``, else None."""
+        self.active.match(len(x))
+        active = [change for number, change in self.changes if number in self.active.numbers]
+        return active[0] if len(active) == 1 and hasattr(active[0], method) else None
 
     def added_to(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return product(x) [T, out] as the methods of the running step change it, for x [T, in].

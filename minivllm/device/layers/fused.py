@@ -184,12 +184,22 @@ class GatedLinear(_Pair):
             y, tops = kernel(h.x, h.squares, h.eps)
             known = tops is not None and self.follower is not None and self.follower.takes_tops()
             return GatedRow(y, tops) if known else y
+        if self.linear.adapted and (gated := self._with_adapters(h)) is not None:
+            return gated
         if h.squares is None or self.linear.bias is not None or not (self.divides and self.linear.scheme.homogeneous):
             y = self.product(h.finished())
             dtype = self.follower.rounds(len(y)) if self.follower is not None and self.divides else None
             return self.gate_mul(y) if dtype is None else self._rounded(y, dtype)
         # the norm's division may follow the product, because it only scales a row
         return self.gate_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)
+
+    def _with_adapters(self, h: Normed) -> Tensor | None:
+        """Return the result of a call if the kernel of the gate adds the products of the step's adapters, else None."""
+        linear, follower = self.linear, self.follower
+        if isinstance(h.x, Rounded) or linear.bias is not None or linear.reduce or not self.divides:
+            return None
+        following = follower.linear.adapter if follower is not None and follower.linear.adapted else None
+        return linear.adapter.gated(linear.scheme.apply, h.finished(), self.activation, following)
 
     def _rounded(self, y: Tensor, dtype: torch.dtype) -> Rounded:
         from minivllm.device.kernels.activation import gate_mul_rounded

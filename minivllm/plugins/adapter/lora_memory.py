@@ -48,6 +48,14 @@ class HostAdapter(NamedTuple):
     ranks: Tensor
 
 
+class Ahead(NamedTuple):
+    """The products of A of the next layer, which the kernel that computes the layer's input has computed too."""
+
+    of: LinearAdapter
+    x: Tensor  # the input of the layer [T, in]
+    inner: Tensor  # f32 [splits, parts, T, rank]
+
+
 class LinearAdapter:
     """Adds the products of the adapters on the device to the output of one linear layer."""
 
@@ -68,16 +76,44 @@ class LinearAdapter:
         """Return product(x) [T, out] plus the products of the adapters for x [T, in]."""
         if self.kernel is None:
             return self._add(x, product(x))
-        groups, aside = self.memory.groups, self.memory.aside
+        return self.kernel.expand(*self._products(product, x), self.memory.groups)
+
+    def _products(self, product: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Any, Tensor]:
+        """Return the products of A for x [T, in] as ``LoraProduct.shrink``, and product(x) [T, out]."""
+        ahead = self.memory.ahead
+        self.memory.ahead = None
+        if ahead is not None and ahead.of is self and ahead.x is x:
+            return ahead.inner, product(x)
+        groups = self.memory.groups
+        aside = self.memory.aside
         if aside is None:
-            return self.kernel(x, product(x), groups)
+            y = product(x)
+            return self.kernel.shrink(x, groups), y
         stream = torch.cuda.current_stream()
         aside.wait_stream(stream)
         with torch.cuda.stream(aside):
             inner = self.kernel.shrink(x, groups)
         y = product(x)
         stream.wait_stream(aside)
-        return self.kernel.expand(inner, y, groups)
+        return inner, y
+
+    def gated(
+        self, product: Callable[[Tensor], Tensor], x: Tensor, activation: str, following: LinearAdapter | None
+    ) -> Tensor | None:
+        """Return activation(gate) * up [T, n] of the changed product [T, 2 n] = gate | up for x [T, in], None if no
+        kernel behind the product computes it.
+
+        ``following`` is the change of the layer that reads the result; the kernel may compute its products of A too."""
+        if self.kernel is None or self.memory.groups.few or not self.kernel.gates:
+            return None
+        from .triton_merged import gated
+
+        inner, y = self._products(product, x)
+        after = None if following is None else following.kernel
+        out, ahead = gated(self.kernel, after, inner, y, activation, self.memory.groups)
+        if following is not None and ahead is not None:
+            self.memory.ahead = Ahead(following, out, ahead)
+        return out
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         """Add the products of the adapters for x [T, in] to y [T, out] in place without kernels, and return y."""
@@ -128,6 +164,7 @@ class LoraMemory(AdapterMemory):
         # the tokens of the step by adapter: a ``TokenGroups`` for the kernels; without kernels a list of (place of the
         # adapter, i64 indices of its tokens or None for all tokens)
         self.groups: Any = []
+        self.ahead: Ahead | None = None
         self.changes = {name: LinearAdapter(self, model.layers[name].info, at) for name, at in self.places.items()}
 
     def layer(self, name: str) -> LayerChange:
@@ -195,7 +232,9 @@ class LoraMemory(AdapterMemory):
             self.groups = _groups_of(tokens)
 
     def end(self) -> None:
-        self.groups, self.aside = [], None
+        self.groups = []
+        self.aside = None
+        self.ahead = None
 
     def _second_stream(self, tokens: Tensor) -> Any:
         """Return the second stream for a captured step of few tokens i32 [T], else None: without a capture, two more

@@ -2,8 +2,8 @@
 adapter.
 
     places    2 0 2 -1 0 2          adapter of each token of the step
-    groups    [0: 1 4] [2: 0 2 5]   tiles of tokens with one adapter, made once for all layers of the step
-    shrink    x, A ──► h f32 [splits, parts, tiles, tile, rank]
+    groups    [0: 1 4] [2: 0 2 5] [none: 3]   tiles of tokens with one adapter or none, made once for all layers
+    shrink    x, A ──► h f32 [splits, parts, T, rank]
     expand    h, summed over the splits, B ──► added to y
 
 A program has one tile and one part of the layer, so it reads the A or B of one adapter.  The number of tiles is the
@@ -50,6 +50,13 @@ class TokenGroups(NamedTuple):
         return self.tokens <= SPLIT_TO or self.rows.shape[1] == TILES[0][1]
 
 
+@triton.jit
+def _places(of_token, t, T, places):
+    """Return the places of the adapters of tokens t, ``places`` for tokens without one, -1 behind the last token."""
+    place = tl.load(of_token + t, mask=t < T, other=0)
+    return tl.where(t < T, tl.where(place < 0, places, place), -1)
+
+
 @kernel("T", "places", "layers", "sizes", "adapters", "ranks")
 def _group(
     of_token, of_place, rows, sizes, adapters, ranks, T, places, layers,
@@ -60,28 +67,26 @@ def _group(
     counts = tl.zeros((P,), tl.int32)
     for t0 in range(0, T, SCAN):
         t = t0 + tl.arange(0, SCAN)
-        place = tl.load(of_token + t, mask=t < T, other=-1)
+        place = _places(of_token, t, T, places)
         counts += tl.sum((place[None, :] == p[:, None]).to(tl.int32), 1)
-    counts = tl.where(p < places, counts, 0)
     tiles = (counts + BT - 1) // BT
     ends = tl.cumsum(tiles, 0)
     adapter = tl.sum((ends <= tile).to(tl.int32), 0)
     here = p == adapter
     first = (tile - tl.sum(tl.where(here, ends - tiles, 0), 0)) * BT
     size = tl.sum(tl.where(here, counts, 0), 0) - first
-    size = tl.where(adapter < places, tl.minimum(size, BT), 0)
-    adapter = tl.where(size > 0, adapter, 0)
+    size = tl.where(adapter <= places, tl.minimum(size, BT), 0)
     tl.store(sizes + tile, size)
-    tl.store(adapters + tile, adapter)
+    tl.store(adapters + tile, tl.where(adapter < places, adapter, 0))
     for l0 in range(0, layers, BL):
         layer = l0 + tl.arange(0, BL)
-        rank = tl.load(of_place + adapter * layers + layer, mask=(layer < layers) & (size > 0), other=0)
+        rank = tl.load(of_place + adapter * layers + layer, mask=(layer < layers) & (adapter < places), other=0)
         tl.store(ranks + tile * layers + layer, rank, mask=layer < layers)
     if size > 0:
         before = 0
         for t0 in range(0, T, SCAN):
             t = t0 + tl.arange(0, SCAN)
-            chosen = tl.load(of_token + t, mask=t < T, other=-1) == adapter
+            chosen = _places(of_token, t, T, places) == adapter
             at = before + tl.cumsum(chosen.to(tl.int32), 0) - 1 - first
             tl.store(rows + tile * BT + at, t, mask=chosen & (at >= 0) & (at < BT))
             before += tl.sum(chosen.to(tl.int32), 0)
@@ -96,10 +101,10 @@ def group(tokens: Tensor, ranks: Tensor, invariant: bool) -> TokenGroups:
     count = tokens.shape[0]
     places, layers = ranks.shape
     tile = next(tile for most, tile in TILES if count <= most or invariant)
-    tiles = min(count, count // tile + min(places, count))
+    tiles = min(count, count // tile + min(places + 1, count))
     ints = torch.empty(tiles * (tile + 2 + layers), dtype=torch.int32, device=tokens.device)
     rows, sizes, adapters, of_tiles = ints.split([tiles * tile, tiles, tiles, tiles * layers])
-    width = triton.next_power_of_2(places)
+    width = triton.next_power_of_2(places + 1)
     scan = max(16, min(64 if count <= SPLIT_TO else 1024, SCANNED // width))
     shape = {"P": width, "BT": tile, "SCAN": scan, "BL": 128, "num_warps": 4}
     _group[(tiles,)](tokens, ranks, rows, sizes, adapters, of_tiles, count, places, layers, **shape)
@@ -107,7 +112,7 @@ def group(tokens: Tensor, ranks: Tensor, invariant: bool) -> TokenGroups:
 
 
 @triton.jit
-def _of_tile(rows, sizes, places, ranks, tile, layers, j, BT: tl.constexpr):
+def of_tile(rows, sizes, places, ranks, tile, layers, j, BT: tl.constexpr):
     """Return the rank and place of a tile's adapter, and for each j whether it has a token, with its number or 0."""
     rank = tl.load(ranks + tile * layers)
     used = j < tl.load(sizes + tile)
@@ -116,9 +121,9 @@ def _of_tile(rows, sizes, places, ranks, tile, layers, j, BT: tl.constexpr):
     return rank, place, used, tl.where(used, t, 0)
 
 
-@kernel("tiles", "sizes", "places", "ranks", "layers")
+@kernel("T", "sizes", "places", "ranks", "layers")
 def _shrink(
-    x, a, rows, sizes, places, ranks, h, tiles, K, x_row, a_place, layers,
+    x, a, rows, sizes, places, ranks, h, T, K, x_row, a_place, layers,
     PARTS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +131,7 @@ def _shrink(
     wait(PDL)
     j = tl.arange(0, BT)
     r = tl.arange(0, R)
-    rank, place, used, t = _of_tile(rows, sizes, places, ranks, tile, layers, j, BT)
+    rank, place, used, t = of_tile(rows, sizes, places, ranks, tile, layers, j, BT)
     if rank == 0:
         return
     weights = a + tl.cast(place, tl.int64) * a_place + part * RANK * K
@@ -138,13 +143,13 @@ def _shrink(
         xs = tl.load(inputs + k[None, :], mask=used[:, None] & (k < K)[None, :], other=0.0)
         ws = tl.load(weights + r[:, None] * K + k[None, :], mask=(r < rank)[:, None] & (k < K)[None, :], other=0.0)
         acc = tl.dot(xs, tl.trans(ws), acc, input_precision=PRECISION)
-    out = h + (((split * PARTS + part) * tl.cast(tiles, tl.int64) + tile) * BT + j)[:, None] * R + r[None, :]
-    tl.store(out, acc)
+    out = h + ((split * PARTS + part) * tl.cast(T, tl.int64) + t)[:, None] * R + r[None, :]
+    tl.store(out, acc, mask=used[:, None])
 
 
-@kernel("tiles", "sizes", "places", "ranks", "layers")
+@kernel("T", "sizes", "places", "ranks", "layers")
 def _expand(
-    h, b, rows, sizes, places, ranks, blocks, y, tiles, y_row, b_place, layers,
+    h, b, rows, sizes, places, ranks, blocks, y, T, y_row, b_place, layers,
     PARTS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, UNIT: tl.constexpr,
     SPLITS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +161,7 @@ def _expand(
     wait(PDL)
     j = tl.arange(0, BT)
     r = tl.arange(0, R)
-    rank, place, used, t = _of_tile(rows, sizes, places, ranks, tile, layers, j, BT)
+    rank, place, used, t = of_tile(rows, sizes, places, ranks, tile, layers, j, BT)
     if rank == 0:
         return
     n = begin + tl.arange(0, BN)
@@ -170,8 +175,8 @@ def _expand(
     old = tl.load(out, mask=there, other=0.0)
     inner = tl.zeros((BT, R), tl.float32)
     for split in tl.static_range(SPLITS):
-        at = h + (((split * PARTS + part) * tl.cast(tiles, tl.int64) + tile) * BT + j)[:, None] * R + r[None, :]
-        inner += tl.load(at)
+        at = h + ((split * PARTS + part) * tl.cast(T, tl.int64) + t)[:, None] * R + r[None, :]
+        inner += tl.load(at, mask=used[:, None], other=0.0)
     added = tl.dot(inner.to(b.dtype.element_ty), tl.trans(ws), input_precision=PRECISION)
     tl.store(out, (old.to(tl.float32) + added).to(y.dtype.element_ty), mask=there)
 
@@ -187,6 +192,8 @@ class LoraProduct:
         self.a, self.b, self.number = a, b, number
         _, self.parts, self.rank, self.inputs = a.shape
         self.width = triton.next_power_of_2(self.rank)
+        self.starts = tuple(starts)
+        self.gates = self.starts == (0, b.shape[1] // 2)  # ``gated`` may be called
         self.precision = "ieee" if a.dtype == torch.float32 else "tf32"
         bounds = [*starts, b.shape[1]]
         self.unit = 16 if all(bound % 16 == 0 for bound in bounds) else 1
@@ -204,24 +211,24 @@ class LoraProduct:
             blocks += [(part, begin // self.unit, stop // self.unit) for begin in first_outputs]
         return torch.tensor(blocks, dtype=torch.int32, device=self.a.device)
 
-    def _of_tiles(self, groups: TokenGroups) -> tuple[Tensor, ...]:
+    def of_tiles(self, groups: TokenGroups) -> tuple[Tensor, ...]:
         return groups.rows, groups.sizes, groups.adapters, groups.ranks[:, self.number :]
 
     def shrink(self, x: Tensor, groups: TokenGroups) -> Tensor:
-        """Return h f32 [splits, parts, tiles, tile, rank], the products of x [T, in] and A."""
+        """Return h f32 [splits, parts, T, rank], the products of x [T, in] and A for the tokens with an adapter."""
         tiles, tile = groups.rows.shape
         few = groups.few
         block_k = max(32, min(512 if few else 128, 16384 // self.width))
         span = self.inputs if not few else -(-self.inputs // SPLITS)
         span = -(-span // block_k) * block_k
         splits = -(-self.inputs // span)
-        h = torch.empty(splits, self.parts, tiles, tile, self.width, dtype=torch.float32, device=x.device)
+        h = torch.empty(splits, self.parts, groups.tokens, self.width, dtype=torch.float32, device=x.device)
         shape = {"PARTS": self.parts, "RANK": self.rank, "R": self.width, "BT": tile, "PRECISION": self.precision}
         stages = 1 if span == block_k else 2 if few else 3
         options = {"BK": block_k, "SPAN": span, "num_warps": 4, "num_stages": stages, **pdl(x)}
         strides = x.stride(0), self.a.stride(0), groups.ranks.stride(0)
         grid = self.parts, tiles, splits
-        _shrink[grid](x, self.a, *self._of_tiles(groups), h, tiles, self.inputs, *strides, **shape, **options)
+        _shrink[grid](x, self.a, *self.of_tiles(groups), h, len(x), self.inputs, *strides, **shape, **options)
         return h
 
     def expand(self, h: Tensor, y: Tensor, groups: TokenGroups) -> Tensor:
@@ -233,7 +240,7 @@ class LoraProduct:
         options = {"BN": size, "UNIT": self.unit, "SPLITS": len(h), "num_warps": 4, **pdl(y)}
         strides = y.stride(0), self.b.stride(0), groups.ranks.stride(0)
         grid = len(blocks), tiles
-        _expand[grid](h, self.b, *self._of_tiles(groups), blocks, y, tiles, *strides, **shape, **options)
+        _expand[grid](h, self.b, *self.of_tiles(groups), blocks, y, len(y), *strides, **shape, **options)
         return y
 
     def __call__(self, x: Tensor, y: Tensor, groups: TokenGroups) -> Tensor:

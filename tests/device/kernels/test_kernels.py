@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.skipif(find_spec("triton") is None, reason="Triton is 
 def test_the_kernels_give_what_their_references_give():
     here = Path(__file__).parents[2] / "helpers"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-p", "no:cacheprovider"]
-    parts = ("", "_attention", "_sums", "_kept", "_shared", "_quant", "_quantize", "_fixed")
+    parts = ("", "_lora", "_attention", "_sums", "_kept", "_shared", "_quant", "_quantize", "_fixed")
     files = [f"interpreted{of}.py" for of in parts]
     command += ["--durations=10", *(str(here / name) for name in files)]
     environ = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -29,10 +29,19 @@ def test_each_token_gets_the_product_of_its_adapter(dtype, shape):
         checks.check("cuda", dtype, shape, tokens, BOUNDS[dtype], invariant=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("tokens", [70, 300, 1030, 4100])
+def test_a_gate_with_the_products_of_adapters_has_the_bits_of_separate_kernels(tokens):
+    checks.check_gate("cuda", torch.bfloat16, tokens, 2e-2)
+
+
 def test_steps_of_all_numbers_of_tokens_run_three_variants_of_each_kernel():
     """A variant for each number of tokens would be compiled while clients wait.  Reads of outputs are 16 bytes wide."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = str(Path(__file__).with_name("compiled_lora.py"))
     done = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["30", "3", "6", "9", "True"], "launches, variants by number of tokens, wide reads"
+    separate, gates = done.stdout.splitlines()
+    assert separate == "30 3 6 9 True", "launches, variants by number of tokens, wide reads"
+    assert gates == "3 1", "launches, variants"

@@ -1,0 +1,112 @@
+"""Comparison of the kernels of adapters with float64 and with separate layers, under the interpreter; run by
+test_kernels.py."""
+
+from __future__ import annotations
+
+import lora_kernels
+import pytest
+import torch
+
+from minivllm.core.interfaces.adapter import AdaptedLayer, AdaptedModel
+from minivllm.core.interfaces.decoder import Norm
+from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.device.kernels import activation
+from minivllm.device.layers.adapters import ActiveMethods, LayerAdapters
+from minivllm.device.layers.fused import GatedLinear, LinearNorm, NormedLinear
+from minivllm.device.layers.linear import Dense, Linear
+from minivllm.device.layers.norm import RMSNorm
+from minivllm.plugins.adapter import lora_memory, triton_lora, triton_merged
+from minivllm.plugins.adapter.triton_lora import LoraProduct
+
+
+@pytest.mark.parametrize("shape", lora_kernels.SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.float16, 2e-2)], ids=str)
+def test_each_token_gets_the_product_of_its_adapter(dtype, bound, shape):
+    for tokens in (1, 19, 260):
+        lora_kernels.check("cpu", dtype, shape, tokens, bound)
+    lora_kernels.check("cpu", dtype, shape, 19, bound, invariant=True)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Let steps of 50 tokens count as long ones."""
+    monkeypatch.setattr(triton_lora, "SPLIT_TO", 49)
+    monkeypatch.setattr(triton_lora, "TILES", ((32, 16), (1 << 62, 32)))
+
+
+@pytest.mark.parametrize("tokens", [40, 50])
+def test_a_gate_with_the_products_of_adapters_has_the_bits_of_separate_kernels(short, tokens):
+    lora_kernels.check_gate("cpu", torch.float32, tokens, 1e-5)
+
+
+class Layers:
+    """Two MLPs and a projection, with random adapters of every layer in three places."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(lora_memory, "runs_kernels", lambda device: True)
+        torch.manual_seed(3)
+        shapes = {"up": (64, (("gate", 96), ("up", 96))), "down": (96, (("", 64),)), "out": (64, (("", 64),))}
+        shapes["qkv"] = 64, (("q", 64), ("k", 64), ("v", 64))
+        infos = {name: ModuleInfo(name, "linear", n, parts, "float32", "cpu") for name, (n, parts) in shapes.items()}
+        self.linears = {name: Linear(info, Dense(info, fuse=True)) for name, info in infos.items()}
+        for linear in self.linears.values():
+            linear.scheme.weight.normal_(0, 0.1)
+        given = {name: AdaptedLayer(info, None) for name, info in infos.items()}
+        model = AdaptedModel(given, {}, torch.float32, torch.device("cpu"), False, torch.zeros, torch.empty)
+        self.memory, self.active = lora_memory.LoraMemory(model, 3, 16), ActiveMethods()
+        self.memory.arena.normal_(0, 0.3)
+        self.memory.ranks.fill_(16)
+        self.memory.ranks[1, 2], self.memory.ranks[0, 0] = 5, 0
+        for place in self.memory.places.values():
+            a, b = place.views(self.memory.arena)
+            for row, rank in enumerate(self.memory.ranks[:, place.number].tolist()):
+                a[row, :, rank:], b[row, :, rank:] = 0, 0
+        for name, linear in self.linears.items():
+            linear.adapter = LayerAdapters(name, self.active, [self.memory])
+        self.norms = [RMSNorm("norm", 64, Norm(1e-6), torch.float32, "cpu", fuse=True) for _ in range(2)]
+        for norm in self.norms:
+            norm.weight.uniform_(0.5, 1.5)
+
+    def run(self, tokens, followed):
+        """Return the results of the products in order, for ``tokens`` random rows.
+
+        ``followed`` means that each pair has the next one as its follower."""
+        named = self.linears
+        out = LinearNorm(named["out"], self.norms[0], True, False)
+        up = GatedLinear(named["up"], activation.gate_mul, True)
+        down = LinearNorm(named["down"], self.norms[1], True, False)
+        qkv = NormedLinear(named["qkv"], True)
+        if followed:
+            for one, other in ((out, up), (up, down), (down, qkv)):
+                one.follow(other)
+        torch.manual_seed(4)
+        x, residual = torch.randn(tokens, 64), torch.randn(tokens, 64)
+        places = torch.randint(-1, 3, (tokens,), dtype=torch.int32)
+        self.active.numbers = (0,)
+        self.memory.begin(places)
+        h, residual = out(x, residual)
+        gated = up(h)
+        h, residual = down(gated, residual)
+        found = gated.clone(), h.finished(), qkv(h), residual
+        self.memory.end()
+        self.active.numbers = ()
+        return found
+
+
+def counted(monkeypatch, owner, name):
+    """Return a list that gets an item for each call of a function."""
+    calls, kept = [], getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: calls.append(1) or kept(*args))
+    return calls
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 50])
+def test_the_kernel_of_a_gate_gives_the_results_of_separate_layers(monkeypatch, short, tokens):
+    layers = Layers(monkeypatch)
+    merged = counted(monkeypatch, triton_merged, "gated")
+    shrinks = counted(monkeypatch, LoraProduct, "shrink")
+    found = layers.run(tokens, True)
+    assert (len(merged), len(shrinks)) == ((1, 3) if tokens == 50 else (0, 4))
+    monkeypatch.setattr(lora_memory.LinearAdapter, "gated", lambda *args: None)
+    for mine, other in zip(found, layers.run(tokens, False), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
