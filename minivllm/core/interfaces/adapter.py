@@ -170,7 +170,9 @@ LayerChange = Callable[["Callable[[Tensor], Tensor]", "Tensor"], "Tensor"]
 class AdapterMemory(ABC):
     """The adapters of one method in one process of the model.
 
-    Contract.  ``begin`` is called before the layers of a step, and ``end`` after them.  Between the two:
+    Contract.  ``begin`` is called before the layers of a step, and ``end`` after them.  A model may compute its last
+    products for some tokens of the step only; before these, ``end`` and ``begin`` are called again, for these tokens.
+    Between ``begin`` and ``end``:
 
     * A token whose place is -1 keeps its values bit for bit.
     * The result of another token depends only on its own values and on the adapter in its place.

@@ -20,9 +20,20 @@ if TYPE_CHECKING:
 
 
 class ActiveMethods:
-    """The numbers of the methods that rows of the running step use."""
+    """The methods that rows of the running step use, by their numbers, and the tokens for which they have begun.
+
+    A model may compute its last products only for some tokens (``StepTensors.logits_indices``); ``keep`` lets the
+    methods begin again for these.  ``tokens`` is the number of all tokens of the step."""
 
     numbers: tuple[int, ...] = ()
+    tokens = 0
+    keep: Callable[[], None] | None = None
+
+    def match(self, tokens: int) -> None:
+        """Begin the methods again if a layer has another number of ``tokens`` than the step."""
+        if self.keep is not None and tokens != self.tokens:
+            keep, self.keep = self.keep, None
+            keep()
 
 
 class LayerAdapters:
@@ -65,6 +76,7 @@ class LayerAdapters:
         """Return product(x) [T, out] as the methods of the running step change it, for x [T, in].
 
         A token has an adapter of one method, so the order of the methods has no effect."""
+        self.active.match(len(x))
         for number, change in self.changes:
             if number in self.active.numbers:
                 product = partial(change, product)

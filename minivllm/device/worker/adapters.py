@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -254,18 +255,36 @@ class Adapters:
         return AdaptedTaps([self.memories[n] for n in methods], points, then) if points else then
 
     @contextmanager
-    def step(self, meta: AttnMeta, methods: tuple[int, ...]) -> Iterator[None]:
-        """Apply the adapters of ``methods`` in the layers of a step."""
+    def step(self, meta: AttnMeta, methods: tuple[int, ...], kept: torch.Tensor | None) -> Iterator[None]:
+        """Apply the adapters of ``methods`` in the layers of a step.
+
+        ``kept`` i64 [N] are the tokens that the model keeps after its last attention, None for all."""
         tokens = self.column[meta.slots[meta.row]]
         try:
             self.active.numbers = methods
-            for n in methods:
-                self.memories[n].begin(tokens if len(self.all) == 1 else self.tables[n][tokens])
+            self.active.tokens = len(tokens)
+            if kept is not None:
+                self.active.keep = partial(self._keep, methods, tokens, kept)
+            self._begin(methods, tokens)
             yield
         finally:
             self.active.numbers = ()
-            for n in methods:
-                self.memories[n].end()
+            self.active.keep = None
+            self._end(methods)
+
+    def _keep(self, methods: tuple[int, ...], tokens: torch.Tensor, kept: torch.Tensor) -> None:
+        """Begin the methods again for the tokens ``kept`` i64 [N], where ``tokens`` i32 [T] are the places of all."""
+        self._end(methods)
+        self._begin(methods, tokens[kept])
+
+    def _begin(self, methods: tuple[int, ...], tokens: torch.Tensor) -> None:
+        """Begin a step of the methods, where ``tokens`` i32 [T] are the places of the tokens' adapters."""
+        for n in methods:
+            self.memories[n].begin(tokens if len(self.all) == 1 else self.tables[n][tokens])
+
+    def _end(self, methods: tuple[int, ...]) -> None:
+        for n in methods:
+            self.memories[n].end()
 
     def close(self) -> None:
         """End the threads after the loads that they are running."""
@@ -274,6 +293,10 @@ class Adapters:
             self._wake.notify_all()
 
 
-def applied(adapters: Adapters | None, meta: AttnMeta, methods: tuple[int, ...]) -> AbstractContextManager[None]:
-    """Return the context of a step's layers, in which the adapters of ``methods`` apply; () applies none."""
-    return adapters.step(meta, methods) if adapters is not None and methods else nullcontext()
+def applied(
+    adapters: Adapters | None, meta: AttnMeta, methods: tuple[int, ...], kept: torch.Tensor | None = None
+) -> AbstractContextManager[None]:
+    """Return the context of a step's layers, in which the adapters of ``methods`` apply; () applies none.
+
+    ``kept`` i64 [N] are the tokens that the model keeps after its last attention, None for all."""
+    return adapters.step(meta, methods, kept) if adapters is not None and methods else nullcontext()

@@ -642,8 +642,8 @@ class Graphs:
             if isinstance(key, ImagedKey) and self.imaged is not None:
                 self.imaged.enter(read)
             read.watch = r.watch(read)
-            selects = r.selects_tokens(read) and not adapted(key)
-            with applied(r.adapters, read.meta, self._methods(key)):
+            selects = r.selects_tokens(read, len(last) if adapted(key) else 0)
+            with applied(r.adapters, read.meta, self._methods(key), last if selects else None):
                 step.forward(r.model, r.backend, read, key, last, selects, b.hidden)
 
         return run, {"rows": table}

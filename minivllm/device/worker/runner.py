@@ -410,7 +410,7 @@ class Runner:
             if features is not None:
                 features.precede(read.taps)
                 read.taps = features
-        selects = self.selects_tokens(read) and not methods
+        selects = self.selects_tokens(read)
         ends = np.cumsum(plan.q_len)
         at = ends[plan.samples] - 1
         indices = None
@@ -422,7 +422,7 @@ class Runner:
             indices = self.state.to(used if len(used) else np.zeros(1, np.int64))
         running.shared = self.shared_rows(plan)
         key = GraphKey(shared=running.shared > 0)
-        with applied(self.adapters, read.meta, methods):
+        with applied(self.adapters, read.meta, methods, indices if selects else None):
             hidden = step.forward(self.model, self.backend, read, key, indices, selects, run=run)
         if own is not None and (unused := sorted(own.routes.keys() - own.used)):
             raise ValueError(f"the model lets requests set experts at {unused[0]!r}, and did not read them")
@@ -461,10 +461,13 @@ class Runner:
         """Return the object that stores the hidden states of a step for a drafter; None if no drafter reads them."""
         return None if self.states_read is None else self.states_read.watch(read.meta)
 
-    def selects_tokens(self, read: StepTensors) -> bool:
-        """Return whether the model may compute only the needed tokens of a step behind its last attention."""
+    def selects_tokens(self, read: StepTensors, kept: int = 0) -> bool:
+        """Return whether the model may compute only the needed tokens of a step behind its last attention.
+
+        ``kept`` is their number in a captured step with adapters.  It must differ from that of all tokens, because
+        layers tell the two apart by it (``ActiveMethods.match``)."""
         all_read = read.watch is not None and NORM in read.watch.points
-        return self.selects and read.taps is None and not all_read
+        return self.selects and read.taps is None and not all_read and kept != len(read.ids)
 
     def _score_prompt(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor, ...]:
         """Compute the log-probabilities of prompt tokens, and start their copies to the host."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 import time
@@ -97,6 +98,26 @@ def test_samples_beams_penalties_and_guides_of_a_request_have_its_adapter(made, 
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **more})
     options = {"strategies": ["guidance"]} if "guidance_scale" in more else {}
     compare(made, prompts_of(1), params, **options)
+
+
+def test_last_products_of_fewer_tokens_use_the_adapters_of_these_tokens(made):
+    """The last layer computes its last products only for tokens that draw, whose adapters are grouped again."""
+    prompts = [{"prompt_token_ids": PROMPT[n:]} for n in (0, 3, 9)] * 2
+    requested = [lora(made["one"], 1), None, lora(made["two"], 2), lora(made["two"], 2), lora(made["one"], 1), None]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    found, sizes = [], []
+    with engine(made["base"], max_num_batched_tokens=20, enable_prefix_caching=False) as llm:
+        runner = llm.engine.executor.runner
+        runner.native = None
+        (memory,) = runner.adapters.memories
+        begin = memory.begin
+        memory.begin = lambda tokens: sizes.append(len(tokens)) or begin(tokens)
+        for runner.selects in (True, False):
+            found.append(tokens_of(llm.generate(prompts, params, False, lora_request=requested)))
+            sizes.append(0)
+    assert found[0] == found[1]
+    selected, whole = sizes[: sizes.index(0)], sizes[sizes.index(0) + 1 : -1]
+    assert any(size < before for before, size in itertools.pairwise(selected)) and len(selected) > len(whole)
 
 
 def test_drafts_are_verified_with_the_adapter_of_their_row(made):
