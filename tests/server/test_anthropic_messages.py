@@ -599,7 +599,7 @@ def test_pages_of_models_follow_the_cursors():
 
 
 def test_the_page_names_every_field_that_is_refused_or_has_no_effect():
-    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
     section = page.partition("## Anthropic Messages")[2].partition("## Tools")[0]
     missing = [name for name in (*translate.NO_EFFECT, *translate.REFUSED, "thread") if f"`{name}`" not in section]
     assert not missing

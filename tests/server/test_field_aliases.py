@@ -1,7 +1,7 @@
 """Fields of other servers.  They are translated if they mean the same, and have no effect otherwise; the answer has a
 warning.
 
-``python tests/server/test_field_aliases.py`` prints the table of docs/server.md.
+``python tests/server/test_field_aliases.py`` prints the table of docs/api.md.
 """
 
 import json
@@ -28,7 +28,7 @@ server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TALE = {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, "return_token_ids": True}
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-PAGE = Path(__file__).parents[2] / "docs" / "server.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def translated(**values):

@@ -208,8 +208,8 @@ def test_a_message_that_is_too_large_ends_the_connection_only():
 
 
 def example(server, kind):
-    """The block of docs/server.md, for this server and its key."""
-    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    """The block of docs/api.md, for this server and its key."""
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
     (text,) = re.findall(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S)
     return text.replace("localhost:8000", f"{server.host}:{server.port}").replace("KEY", "sk-1")
 

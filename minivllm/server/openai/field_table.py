@@ -3,7 +3,7 @@
 A row (``BodyField``) describes how the server treats one name: the routes that declare the field and its type, the
 parameter of ``SamplingParams`` that receives the value, the field that an alias stands for, or the reason why the value
 is refused or has no effect.  The models of bodies (``bodies.py``), the reader of further fields (``fields.py``),
-``make_params`` and the aliases in docs/server.md are all made from these rows.
+``make_params`` and the aliases in docs/api.md are all made from these rows.
 
 To serve another protocol, add a route name and a block of ``DECLARED_FIELDS`` for it.  On a route that declares a name,
 the declaration takes precedence over every other row of that name.
@@ -606,7 +606,7 @@ def names_of(use: str) -> list[str]:
 
 
 def documented() -> list[str]:
-    """Return the rows of aliases in the table of docs/server.md."""
+    """Return the rows of aliases in the table of docs/api.md."""
     groups: dict[str, list[str]] = {}
     for row in OTHER.values():
         if row.use != ALIAS:
