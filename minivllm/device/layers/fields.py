@@ -212,8 +212,9 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False, ignored
     found = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}
     nested = layer_type in found
     params = dict(found.get(layer_type) or {}) if nested else dict(found)
-    if FULL in params or SLIDING in params:
-        raise ModelError("rope_parameters: one for each type of layer, which this architecture has no use for")
+    if tables := [kind for kind in (FULL, SLIDING) if kind in params]:
+        wanted = "one table for all layers" if layer_type is None else "rope_parameters with one for each layer type"
+        raise ModelError(f"rope_scaling or rope_parameters has tables for {', '.join(tables)}; expected {wanted}")
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind not in ROPES:
         raise ModelError(f"rope_type={shown(kind)}: expected one of {', '.join(sorted(ROPES))}")

@@ -179,7 +179,7 @@ class _Header:
         if most is not None and count > most:
             raise Broken(f"the header has {count} {what}: expected at most {most}")
         if count * least > len(self.data) - self.at:
-            raise Broken(f"the header announces {count} {what}, but only {len(self.data) - self.at} bytes do")
+            raise Broken(f"the header announces {count} {what}, but only {len(self.data) - self.at} bytes follow")
 
     def _string(self, what: str) -> str:
         size = self._unpack("<Q")

@@ -97,17 +97,17 @@ def entry(name="t", dims=(32,), kind=0, offset=0):
 
 HUGE = 1 << 62
 HOSTILE = {
-    "numbers": (head(0, 1) + array(4, 1 << 30), "1073741824 numbers of 'k' follow, but only 0 bytes do"),
-    "strings": (head(0, 1) + array(8, 1 << 20) + b"\0" * 80, "1048576 strings of 'k' follow, but only 80 bytes do"),
+    "numbers": (head(0, 1) + array(4, 1 << 30), "1073741824 numbers of 'k', but only 0 bytes follow"),
+    "strings": (head(0, 1) + array(8, 1 << 20) + b"\0" * 80, "1048576 strings of 'k', but only 80 bytes follow"),
     "many strings": (head(0, 1) + array(8, HUGE), f"expected at most {MOST_STRINGS}"),
     "all bits": (head(0, 1) + array(4, 2**64 - 1), "the header announces"),
     "arrays": (head(0, 1) + array(9, 1) + struct.pack("<IQ", 9, 1) * 999, "is an array of type 9"),
     "type": (head(0, 1) + text("k") + struct.pack("<I", 77), "of type 77, which the format does not have"),
     "keys": (head(0, HUGE), f"expected at most {MOST_KEYS}"),
-    "more keys than bytes": (head(0, 1000) + b"\0" * 100, "1000 keys follow, but only 100 bytes do"),
+    "more keys than bytes": (head(0, 1000) + b"\0" * 100, "1000 keys, but only 100 bytes follow"),
     "tensors": (head(HUGE, 0), f"expected at most {MOST_TENSORS}"),
     "key": (head(0, 1) + struct.pack("<Q", HUGE) + b"\0" * 9, "MiB of text"),
-    "text": (head(0, 1) + text("k") + struct.pack("<IQ", 8, 1 << 20), "1048576 bytes of k follow, but only 0 bytes do"),
+    "text": (head(0, 1) + text("k") + struct.pack("<IQ", 8, 1 << 20), "1048576 bytes of k, but only 0 bytes follow"),
     "a string": (head(0, 1) + array(8, 2) + struct.pack("<QQ", 0, HUGE), f"has a length of {HUGE} bytes"),
     "not text": (head(0, 1) + text("k") + struct.pack("<I", 8) + text(b"\xff\xfe"), "k is not UTF-8"),
     "no strings": (head(0, 1) + array(8, 1) + text(b"\xff"), "string 0 of 'k' is not UTF-8"),
