@@ -142,6 +142,10 @@ def make_file(family: str, seed: int, plain: bool = False) -> dict[str, Any]:
     raw = model_of(family)
     raw |= {k: choose.choice(v) for k, v in PLACES.items() if k in own}
     layers = raw.get("num_hidden_layers", 2)
+    if "layer_types" in raw:
+        raw["layer_types"] = (raw["layer_types"] * 2)[-layers:]
+    if family == "gpt_neo":
+        raw["attention_types"] = [[[choose.choice(("global", "local"))], 1] for _ in range(layers)]
     for key, values in KEYS.items():
         if choose.random() < (0.35 if key in own else 0.001 if plain else 0.02):
             value = choose.choice(values)
