@@ -14,7 +14,7 @@ from typing import Any
 from . import asks, configs, pictures
 from .weights import changeable
 
-VERSION = "22"
+VERSION = "23"
 # kinds of faults, the most serious first; a case counts for the first of its kinds
 KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "weights",
          "finish", "stream", "text", "logprob", "taps", "ties")  # fmt: skip

@@ -186,8 +186,7 @@ def with_blocks(rng: random.Random, options: dict[str, Any], need: int) -> dict[
 def with_stores(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
     """Draw ``kvstore`` for half of the engines that cache prefixes.  The files of a disk store remain between cases."""
     stores = rng.choice([[], [], [], *STORES])
-    able = options["enable_prefix_caching"] and "encoder" not in options
-    return {**options, "kvstore": stores if able else []}
+    return {**options, "kvstore": stores if options["enable_prefix_caching"] else []}
 
 
 def with_adapters(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ EXPECTED = {  # situations that a run of some hundred configurations must contai
             "drafts accepted", "drafts rejected", "abandoned", "chunked prompts", "log-probabilities", "next turns",
             "resets", "delays", "side by side", "steps ahead", "early stops", "values read", "steered",
             "adapters", "adapters replaced", "adapters: lora", "adapters: ia3", "adapters: steering",
-            "compressions", "images", "images again", "weights: other weights", "weights: mixed weights",
+            "compressions", "images", "images again", "images beside tiers",
+            "weights: other weights", "weights: mixed weights",
             "weights: pause", "weights: update", "weights: keep", "weights: refused", "weights: sleep"),
     "cuda": ("captured decode steps", "captured mixed steps", "captured draws", "captured steps with taps"),
 }  # fmt: skip
@@ -30,6 +31,8 @@ def count(case: Case, driven: Run, prompts: dict[int, list[int]]) -> Counter[str
         met["overshoot tokens"] += stats["overshoot_tokens"]
         met["steps"] += stats.get("steps", 0)
         met["images again"] += stats.get("images", {}).get("reused", 0)
+        loads = sum(tier["loads"] for tier in stats.get("tiers", ()))
+        met["images beside tiers"] += loads if "images" in stats else 0
         met["compressions"] += stats.get("compression", {}).get("compressions", 0)
         met["adapters replaced"] += stats.get("adapters", {}).get("replaced_on_device", 0)
     met["captured decode steps"], met["captured mixed steps"] = driven.captured["decode"], driven.captured["mixed"]

@@ -477,7 +477,8 @@ class Engine:
         for result in self.ask(self._results, found):
             flight = self.in_flight.popleft()
             self.clock.collected(result.device_ms, result.seams, result.form)
-            if self.cache.tiers is not None:
+            encodes = len(flight.plan.delta.image) > 0  # the time is not that of its tokens alone
+            if self.cache.tiers is not None and not encodes:
                 self.cache.tiers.choice.step_ended(flight.plan.q_len, result.device_ms)
             self.events.publishing(self._publish, flight, result)
             self._count_failures(result)

@@ -1,9 +1,19 @@
-"""An image as the engine handles it: its number in the prefix cache, and the state of its features on the device."""
+"""An image as the engine handles it: its number in the prefix cache, its part in the keys of stored pages, and the
+state of its features on the device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from minivllm.core.interfaces.images import PlacedImage
+
+OF_IMAGE = -1  # in place of the tokens of an image; no token has this id
 ContentKey = tuple[tuple[str, ...], bytes]  # (salt of a request, digest of the image)
 
 
@@ -21,3 +31,26 @@ class Content:
     # whether the features were computed ahead of time and no step has read them yet
     ahead: bool = False
     listed: bool = True  # whether later requests with the same image get this content
+
+
+def without_numbers(tokens: np.ndarray, images: Sequence[PlacedImage]) -> np.ndarray:
+    """Return the tokens i32 [n] of the prefix cache, with OF_IMAGE in place of the tokens of ``images``."""
+    ids = np.ascontiguousarray(tokens, np.int32)
+    if images:
+        ids = ids.copy()
+        for placed in images:
+            ids[placed.position : placed.end] = OF_IMAGE
+    return ids
+
+
+def digests_in(images: Sequence[PlacedImage], first: int, end: int) -> bytes:
+    """Return bytes that identify the parts of images among the tokens ``[first, end)`` of a prompt; none without a
+    part of an image.
+
+    They are the digest of each image, its first token relative to ``first``, and its number of tokens."""
+    parts = b""
+    for placed in images:
+        if placed.position < end and placed.end > first:
+            where = placed.position - first, placed.image.tokens
+            parts += placed.image.digest + np.array(where, "<i4").tobytes()
+    return parts

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from minivllm.core.interfaces.images import PlacedImage
+
     from .blocks import Salt
     from .tier_index import TierIndex
     from .tier_loads import Named
@@ -31,7 +33,12 @@ class NameOwner(Protocol):
     storing: dict[int, Any]
 
     def keys_of(
-        self, tokens: np.ndarray, salt: Salt, keys: list[bytes], blocks: int
+        self,
+        tokens: np.ndarray,
+        salt: Salt,
+        keys: list[bytes],
+        blocks: int,
+        images: Sequence[PlacedImage] = (),
     ) -> list[bytes]: ...
 
     @staticmethod

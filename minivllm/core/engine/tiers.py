@@ -8,8 +8,8 @@
     admitted ──► its own blocks ──► delta.fill ──► published with its first step, as computed blocks are
 
 A loaded page is written to a block only by a delta, in the order of the steps.  So a load that ends late, or whose
-request has ended, changes no block.  The key of a page is made of all tokens up to its end, the salt and the identity
-of the model, so a page is correct wherever it was computed.
+request has ended, changes no block.  The key of a page is made of all tokens up to its end, the digests of the images
+among them, the salt and the identity of the model, so a page is correct wherever it was computed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from minivllm.core.interfaces.kvstore import KEY_BYTES
 from minivllm.core.mover import DROP, LOOK, RELEASE
 
+from .image_content import digests_in, without_numbers
 from .taps import most_cached
 from .tier_choice import LoadChoice
 from .tier_index import TierIndex
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from minivllm.core.interfaces.evictor import Evictor, EvictorContext
+    from minivllm.core.interfaces.images import PlacedImage
     from minivllm.core.interfaces.session import SessionTurn
 
     from .blocks import BlockPool, Salt
@@ -147,16 +149,25 @@ class Tiers:
         return blake2b(self.identity + repr(salt).encode(), digest_size=KEY_BYTES).digest()
 
     def keys_of(
-        self, tokens: np.ndarray, salt: Salt, keys: list[bytes], blocks: int
+        self,
+        tokens: np.ndarray,
+        salt: Salt,
+        keys: list[bytes],
+        blocks: int,
+        images: Sequence[PlacedImage] = (),
     ) -> list[bytes]:
         """Append the digests of further blocks of ``tokens`` to ``keys``, up to ``blocks`` blocks, and return ``keys``.
-        It begins with the digests of the first blocks."""
+        It begins with the digests of the first blocks.
+
+        ``images`` are the images among the tokens.  The numbers of their contents in ``tokens`` are those of this
+        engine only, so the digests of the pixels enter the keys in place of the numbers."""
         if len(keys) < blocks:
             digest = keys[-1] if keys else self.root(salt)
-            raw = np.ascontiguousarray(tokens, np.int32).tobytes()
-            step = 4 * self.cache.block
+            size = self.cache.block
+            raw = without_numbers(tokens, images).tobytes()
             for i in range(len(keys), blocks):
-                part = raw[i * step : (i + 1) * step]
+                first, end = i * size, (i + 1) * size
+                part = raw[4 * first : 4 * end] + digests_in(images, first, end)
                 digest = blake2b(digest + part, digest_size=KEY_BYTES).digest()
                 keys.append(digest)
         return keys
@@ -178,7 +189,8 @@ class Tiers:
         request = seq.request
         tenant = int(s.tenant[slot])
         session = 0 if request.turn is None else request.turn.session
-        keys = self.keys_of(s.tokens[slot, : last * s.block], request.salt, seq.page_keys, last)
+        tokens = s.tokens[slot, : last * s.block]
+        keys = self.keys_of(tokens, request.salt, seq.page_keys, last, request.images)
         for g, pool in enumerate(self.cache.pools):
             for i in range(first, last):
                 block = int(s.table[g, slot, i])
@@ -300,7 +312,7 @@ class Tiers:
         if not cache.prefix or request.beams is not None or usable <= 0:
             return False
         n = len(cache.lookup(seq, usable * cache.block + 1)[0])
-        keys = self.keys_of(seq.tokens, request.salt, seq.page_keys, usable)
+        keys = self.keys_of(seq.tokens, request.salt, seq.page_keys, usable, request.images)
         wanted = self._wanted(keys, n, usable)
         if not wanted or not self._worth(wanted, n):
             return False
@@ -665,9 +677,9 @@ class Tiers:
             if s.dropped[:, slot].any():
                 continue  # its blocks do not hold all of its tokens any more
             n = int(s.prefix_published[slot])
-            salt = s.at(slot).request.salt
+            request = s.at(slot).request
             tokens = s.tokens[slot, : n * s.block]
-            keys = self.keys_of(tokens, salt, [], n)
+            keys = self.keys_of(tokens, request.salt, [], n, request.images)
             for g in range(len(self.cache.pools)):
                 blocks = s.table[g, slot, :n].tolist()
                 for digest, block in zip(keys, blocks, strict=True):

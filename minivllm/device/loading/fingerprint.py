@@ -16,6 +16,7 @@ from pathlib import Path
 from minivllm.registration import given
 
 PATTERNS = ("config.json", "*quant*.json", "*.index.json", "*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
+OF_PROCESSOR = ("*processor*.json",)
 CODE = (".py", ".cpp", ".h", ".cu", ".so")
 OWN = ("device", "plugins")  # folders of minivllm whose code affects keys and values
 READERS = 8  # files that are read at a time
@@ -26,8 +27,19 @@ UNREADABLE = os.urandom(16).hex()  # random replacement for the hash of code wit
 def model_files(folder: str) -> Mapping[str, str]:
     """Return the SHA-256 of each file of weights and configuration of a model, by name.  ``folder`` may be a GGUF
     file."""
+    return _digests(folder, PATTERNS)
+
+
+def processor_files(folder: str) -> Mapping[str, str]:
+    """Return the SHA-256 of each file with the configuration of a model's image processor, by name."""
+    return _digests(folder, OF_PROCESSOR)
+
+
+def _digests(folder: str, patterns: Iterable[str]) -> Mapping[str, str]:
+    """Return the SHA-256 of each file of a folder whose name matches one of ``patterns``, by name.  ``folder`` may be a
+    file, which counts as matching."""
     place = Path(folder)
-    paths = {place} if place.is_file() else {path for pattern in PATTERNS for path in place.glob(pattern)}
+    paths = {place} if place.is_file() else {path for pattern in patterns for path in place.glob(pattern)}
     ordered = sorted(paths)
     with ThreadPoolExecutor(READERS) as pool:
         digests = pool.map(_digest_of, ordered)
@@ -72,6 +84,17 @@ def _distributions(package: str) -> tuple[str, ...]:
     """Return the names and versions of the distributions that installed a package."""
     names = sorted(set(metadata.packages_distributions().get(package, ())))
     return tuple(f"{name}=={metadata.version(name)}" for name in names)
+
+
+def versions_of(distributions: Iterable[str]) -> dict[str, str]:
+    """Return the version of each installed distribution, "" for one that is not installed."""
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minivllm.core.mover import KEPT, QUEUE, READ
 from minivllm.device.hardware import free_ram
-from minivllm.device.loading.fingerprint import code_of, model_files
+from minivllm.device.loading.fingerprint import code_of, model_files, processor_files, versions_of
 from minivllm.device.native import library
 
 from .capture import ALONE
@@ -472,8 +472,18 @@ def identity_of(wiring: Wiring, layout: Any) -> str:
     facts["steps"] = [wiring.steps.graph, wiring.steps.fuse, list(wiring.steps.unfused)]
     facts["overrides"] = dict(wiring.hf_overrides)
     facts["rope_switch"] = wiring.rope_switch
+    if "encoder" in wiring.parts:
+        facts["images"] = _encoder_facts(wiring)
     text = json.dumps(facts, sort_keys=True)
     return blake2b(text.encode(), digest_size=32).hexdigest()
+
+
+def _encoder_facts(wiring: Wiring) -> list[Any]:
+    """Return the facts on which the features of an image depend besides its pixels and the files of weights: the
+    encoder, the configuration of the image processor, and the versions of the packages that compute them."""
+    part = wiring.parts["encoder"]
+    code = code_of([part.target])
+    return [part.target, dict(part.options), code, dict(processor_files(wiring.model_dir)), versions_of(LIBRARIES)]
 
 
 def _machine(device: str) -> list[str]:
@@ -484,6 +494,7 @@ def _machine(device: str) -> list[str]:
 
 
 KEYS = 2  # increased when a fault stored pages under wrong keys, as version 1 did for beam search
+LIBRARIES = ("transformers", "torchvision", "pillow")  # they resize images and compute their features
 PAGES = ("model", "quantizer", "kvformat", "attention")  # kinds of plug-ins that affect keys and values
 
 

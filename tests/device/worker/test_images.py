@@ -1,14 +1,13 @@
 """Requests with images give the tokens of transformers' model, in each way of running."""
 
-import functools
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from devices import DEVICE
-from image_models import SIZES, Reference, make, picture, prompt_of
+from image_cases import PARAMS, Case, engine, generate, model
+from image_models import Reference, picture, prompt_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.engine import plan_columns
@@ -21,53 +20,11 @@ from minivllm.plugins.encoder.pixtral import Pixtral
 from minivllm.runtime.images import reader
 
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "qwen3_5", "mistral3", "ministral3")
-PARAMS = SamplingParams(max_tokens=24, temperature=0.0, logprobs=0, ignore_eos=True)
-
-
-@functools.cache
-def model(family: str, folder: Path):
-    """Return the path and transformers' model of a family."""
-    path = folder / family
-    path.mkdir()
-    return path, make(path, family)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("images")
-
-
-class Case:
-    """A prompt with images, and transformers' model."""
-
-    def __init__(self, family, folder, images, seed=0, text=5, sizes=SIZES):
-        path, hf = model(family, folder)
-        self.pictures = [picture(10 * seed + i, *sizes[i % len(sizes)]) for i in range(images)]
-        self.ids = prompt_of(family, images, seed, text)
-        self.reference = Reference(hf, path, self.ids, self.pictures)
-        self.checked = []  # tokens of answers
-
-    @property
-    def prompt(self):
-        return {"prompt_token_ids": self.ids, "multi_modal_data": {"image": self.pictures}}
-
-    def check(self, output):
-        assert output.error is None, output.error
-        assert output.prompt_token_ids == self.reference.placeholders
-        for out in output.outputs:
-            scores = [next(iter(entry.values())).logprob for entry in out.logprobs]
-            self.reference.check(out.token_ids, scores)
-            self.checked.append(out.token_ids)
-
-
-def engine(family, folder, **options):
-    options = {"num_kvcache_blocks": 160, "max_model_len": 400, "max_num_seqs": 6, **options}
-    path = str(model(family, folder)[0])
-    return LLM(model=path, skip_tokenizer_init=True, dtype="float32", device=DEVICE, **options)
-
-
-def generate(llm, *cases, params=PARAMS):
-    return llm.generate([case.prompt for case in cases], params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -323,7 +280,6 @@ def test_a_failing_encoder_ends_the_requests_of_its_image_alone(folder):
         ({"max_images": 0}, "max_images=0"),
         ({"drafter": "ngram"}, "not implemented with drafter"),
         ({"compressor": "knorm"}, "not implemented with compressor"),
-        ({"kvstore": "cpu"}, "not implemented with kvstore"),
         ({"enable_lora": True}, "not implemented with enable_lora"),
     ],
 )
