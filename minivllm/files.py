@@ -265,13 +265,35 @@ def _name(path: Name) -> str:
     return brief(os.fspath(path), 300)
 
 
+def expanded(name: Name, error: Error = ConfigError) -> Path:
+    """Return a path in which ``~`` and ``~USER`` at the beginning are replaced by a home directory.
+
+    ``error`` if there is no such user.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        user = Path(name).parts[0]
+        raise error(
+            f"{_name(name)}: the home directory {_name(user)} is not known; expected a path, such as ./{_name(user)}"
+        ) from None
+
+
 def folder_of(name: str) -> Path | None:
     """Return the directory with that name, or None if there is none.  ``~`` stands for a home directory."""
     try:
-        folder = Path(name).expanduser()
-    except RuntimeError:  # no such user
+        folder = expanded(name)
+    except ConfigError:  # no such user
         return None
     return folder if os.path.isdir(folder) else None
+
+
+def listed(folder: Name) -> list[Path]:
+    """Return the sorted entries of a directory, none if it cannot be read."""
+    try:
+        return sorted(Path(folder).iterdir())
+    except (OSError, ValueError):
+        return []
 
 
 def snapshot_of(folder: Name) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from minivllm import files
 from minivllm.errors import ConfigError
 
 VERBS = ("ls", "verify", "export", "import")
@@ -26,7 +27,7 @@ def cache(args: argparse.Namespace) -> int:
     """Run ``minivllm cache`` and return its exit code: 1 if ``verify`` finds damage."""
     from minivllm.plugins.kvstore import archive
 
-    root, given = Path(args.path).expanduser(), args.arguments
+    root, given = files.expanded(args.path), args.arguments
     wanted = {"export": 2, "import": 1}.get(args.verb, 0)
     if len(given) != wanted:
         usage = {"export": "NAME FILE", "import": "FILE"}.get(args.verb, "no more arguments")

@@ -76,7 +76,7 @@ class Toolkit:
 
         path = history_path()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if path.exists() and path.stat().st_size > LONGEST_HISTORY:
+        if os.path.exists(path) and path.stat().st_size > LONGEST_HISTORY:
             path.unlink()
         path.touch(mode=0o600)
         words = WordCompleter(list(commands), sentence=True)

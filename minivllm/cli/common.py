@@ -146,7 +146,7 @@ def find_modules(allowed: Sequence[str], config_files: Sequence[str]) -> None:
         if not top.isidentifier() or top in sys.modules or importlib.util.find_spec(top) is not None:
             continue
         for folder in dict.fromkeys((*folders, Path.cwd())):
-            if (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file():
+            if os.path.isfile(folder / f"{top}.py") or os.path.isfile(folder / top / "__init__.py"):
                 sys.path.append(str(folder))
                 break
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from minivllm import files
 from minivllm.cli.common import add_switch, add_value
 from minivllm.errors import ConfigError, shown
 
@@ -106,7 +107,7 @@ def local_models(folders: list[str], download_dir: str | None) -> Iterator[Local
         yield from _model(name, package / folder)
     yield from _cached(hub_cache(download_dir))
     for given in folders:
-        if not Path(given).is_dir():
+        if not os.path.isdir(given):
             raise ConfigError(f"{shown(given)}: no such folder; expected folders with models")
         yield from _below(Path(given), DEPTH)
 
@@ -114,7 +115,7 @@ def local_models(folders: list[str], download_dir: str | None) -> Iterator[Local
 def hub_cache(download_dir: str | None) -> Path:
     """Return the cache folder of the Hugging Face hub, which is ``download_dir`` if that is set."""
     if download_dir is not None:
-        return Path(download_dir)
+        return files.expanded(download_dir)
     if named := os.environ.get("HF_HUB_CACHE"):
         return Path(named)
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
@@ -123,21 +124,21 @@ def hub_cache(download_dir: str | None) -> Path:
 
 def _cached(cache: Path) -> Iterator[LocalModel]:
     """Yield the models in the hub's cache, each in its newest snapshot."""
-    for folder in sorted(cache.glob("models--*--*")):
-        snapshots = sorted(folder.glob("snapshots/*"), key=lambda path: path.stat().st_mtime)
+    for folder in (path for path in files.listed(cache) if path.match("models--*--*")):
+        snapshots = [path for path in files.listed(folder / "snapshots") if os.path.isdir(path)]
         if snapshots:
             name = folder.name.removeprefix("models--").replace("--", "/")
-            yield from _model(name, snapshots[-1])
+            yield from _model(name, max(snapshots, key=os.path.getmtime))
 
 
 def _below(folder: Path, depth: int) -> Iterator[LocalModel]:
     """Yield the models in a folder and in its subfolders, ``depth`` levels deep."""
-    for path in sorted(folder.glob("*.gguf")):
+    for path in (path for path in files.listed(folder) if path.suffix == ".gguf" and os.path.isfile(path)):
         yield LocalModel(str(path), str(path), "-", "gguf", path.stat().st_size, 0, True)
-    if (folder / "config.json").is_file():
+    if os.path.isfile(folder / "config.json"):
         yield from _model(str(folder), folder)
     elif depth:
-        for inner in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
+        for inner in (path for path in files.listed(folder) if os.path.isdir(path) and not path.name.startswith(".")):
             yield from _below(inner, depth - 1)
 
 
@@ -149,7 +150,7 @@ def _model(name: str, folder: Path) -> Iterator[LocalModel]:
     weights: list[Path] = []
     form = "no weights"
     for kind, pattern in WEIGHTS.items():
-        weights = sorted(path for path in folder.glob(pattern) if path.exists())
+        weights = sorted(path for path in folder.glob(pattern) if os.path.exists(path))
         if weights:
             form = kind
             break

@@ -95,7 +95,7 @@ def default_pooling(folder: str | os.PathLike[str]) -> DefaultPooling:
 
     It is the last token's hidden state if the folder has no modules.json, as for a model that generates text."""
     modules = Path(folder) / MODULES
-    if not modules.is_file():
+    if not os.path.isfile(modules):
         return DefaultPooling(LAST)
     try:
         return DefaultPooling(_read(Path(folder), files.read_json(modules, files.PART, ModelError)))
@@ -117,7 +117,7 @@ def _read(folder: Path, modules: Any) -> str:
     if path is None:
         raise ModelError(f"{MODULES} has no module of the type Pooling")
     config = Path(os.path.normpath(folder / path / CONFIG))
-    if not config.is_relative_to(os.path.normpath(folder)) or not config.is_file():
+    if not config.is_relative_to(os.path.normpath(folder)) or not os.path.isfile(config):
         raise ModelError(f"{MODULES} names {brief(path)}/{CONFIG}, which is missing")
     return _pooling(files.read_json(config, files.PART, ModelError), path)
 

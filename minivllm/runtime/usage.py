@@ -59,7 +59,7 @@ def empty() -> dict[str, Any]:
 def read() -> dict[str, Any] | None:
     """Return the statistics, or None without a file.  ConfigError for a file in another format."""
     at = path()
-    if not at.exists():
+    if not os.path.exists(at):
         return None
     found = files.read_json(at, files.LARGE)
     if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("version") != VERSION:
@@ -87,10 +87,10 @@ def switch(on: bool) -> None:
 def delete() -> bool:
     """Delete the file, which also switches the statistics off, and return whether it existed.  ConfigError."""
     at = path()
-    if not at.parent.exists():
+    if not os.path.exists(at.parent):
         return False
     with _locked(PATIENCE):  # without the lock, a process that has read the file would write the old content again
-        existed = at.exists()
+        existed = os.path.exists(at)
         try:
             at.unlink(missing_ok=True)
             _lock_of(at).unlink(missing_ok=True)

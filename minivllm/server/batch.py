@@ -148,7 +148,7 @@ class Results:
         self.ids: set[str] = set()
         self.numbers: set[int] = set()  # numbers of the lines without a custom_id that have a result
         self.tally = Tally()
-        if paths.resume and paths.target.exists():
+        if paths.resume and os.path.exists(paths.target):
             self._read(paths.target)
         self._file = open(paths.target, "ab")  # noqa: SIM115  (closed by ``close``)
 
@@ -367,10 +367,10 @@ async def _report(tally: Tally, seconds: float) -> None:
 
 def check_files(paths: BatchFiles) -> None:
     """Raise ConfigError for an input that cannot be read, or an output that would overwrite results."""
-    if not paths.source.is_file():
+    if not os.path.isfile(paths.source):
         raise ConfigError(f"-i {paths.source}: there is no such file")
     target = paths.target
-    if target.exists() and os.path.samefile(paths.source, target):
+    if os.path.exists(target) and os.path.samefile(paths.source, target):
         raise ConfigError(f"-o {target}: is the input; expected another file")
-    if not paths.resume and target.exists() and target.stat().st_size:
+    if not paths.resume and os.path.exists(target) and target.stat().st_size:
         raise ConfigError(f"-o {target}: the file has results; --resume continues them, or name another file")

@@ -6,6 +6,7 @@ The files of exports and imports are in the folder ``server.prefix_dir``, and a 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from starlette.responses import JSONResponse
 
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import ConfigError, shown
+from minivllm.files import expanded
 
 from .errors import ApiError
 from .openai import fields
@@ -95,7 +97,7 @@ async def add(request: Request, service: Service) -> Any:
     from minivllm.plugins.kvstore import archive
 
     source, root = await _places(request, service)
-    if not source.is_file():
+    if not os.path.isfile(source):
         raise ApiError(404, f"file: server.prefix_dir has no file {shown(source.name)}", "file")
     pages = await _in_thread(archive.import_from, root, source)
     return JSONResponse({"file": source.name, "pages": pages})
@@ -126,7 +128,7 @@ async def _places(request: Request, service: Service) -> tuple[Path, Path]:
     if not isinstance(body.file, str) or not _FILE.fullmatch(body.file):
         raise ApiError(400, "file: expected NAME.tar of letters, digits and ._-, without a folder", "file")
     path = Path(folder) / body.file
-    if path.is_symlink():
+    if os.path.islink(path):
         raise ApiError(400, f"file: {shown(body.file)} is a link; expected a file of server.prefix_dir", "file")
     return path, await _root(service)
 
@@ -139,7 +141,7 @@ async def _root(service: Service) -> Path:
     if found["store"] != "minivllm/disk":
         raise ApiError(400, "files can be moved and verified only with the store disk: add it to kvstore")
     options = DiskStoreOptions(**found["options"])
-    return Path(options.path).expanduser()
+    return expanded(options.path)
 
 
 async def _in_thread(work: Any, *args: Any) -> Any:

@@ -116,7 +116,7 @@ class FolderFiles:
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
         self._turn = asyncio.Lock()  # files are changed one after another, in the order of the requests
-        if not self.folder.is_dir():
+        if not os.path.isdir(self.folder):
             raise ConfigError(f"server.responses_dir={folder!r}: no such folder; create it")
 
     def existing(self) -> Iterator[tuple[str, int]]:

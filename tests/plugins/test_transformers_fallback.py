@@ -113,6 +113,11 @@ def test_a_model_without_a_family_gives_what_transformers_gives(model_type, tmp_
     } == set()
 
 
+def test_heads_shorter_than_cos_and_sin_give_what_transformers_gives(tmp_path):
+    path, hf = make(tmp_path, "apertus", num_attention_heads=32)  # one element of a head, which torch repeats
+    assert harness(path).greedy(0, PROMPT, 8) == greedy(hf, PROMPT, 8)
+
+
 STATES = ("QWEN3_5", "QWEN3_5_MOE", "QWEN3_NEXT", "LFM2", "LFM2_MOE")  # the fallback has no recurrent states
 
 

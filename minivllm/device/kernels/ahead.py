@@ -255,7 +255,7 @@ class CompiledMarks:
 
     def has(self, stage: str) -> bool:
         """Return whether the kernels of a stage, ``first`` or ``all``, were compiled before."""
-        return self._path(stage).exists()
+        return os.path.exists(self._path(stage))
 
     def set(self, stage: str) -> None:
         """Write the file that marks the kernels of a stage as compiled.

@@ -30,7 +30,7 @@ class AdapterChecks:
     def __call__(self, folder: str) -> AdapterFiles:
         """Check the folder of an adapter without reading its weights.  RequestError for a malformed folder."""
         path = Path(folder)
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise adapter_refusal(folder, f"no such folder; expected one with {CONFIG} and {WEIGHTS}")
         config = read_config(folder)
         self.methods[method_of(folder, config, self.methods)].check(folder, config)

@@ -39,7 +39,7 @@ def _digests(folder: str, patterns: Iterable[str]) -> Mapping[str, str]:
     """Return the SHA-256 of each file of a folder whose name matches one of ``patterns``, by name.  ``folder`` may be a
     file, which counts as matching."""
     place = Path(folder)
-    paths = {place} if place.is_file() else {path for pattern in patterns for path in place.glob(pattern)}
+    paths = {place} if os.path.isfile(place) else {path for pattern in patterns for path in place.glob(pattern)}
     ordered = sorted(paths)
     with ThreadPoolExecutor(READERS) as pool:
         digests = pool.map(_digest_of, ordered)
@@ -102,7 +102,7 @@ def _code(package: str) -> str:
     """Return the SHA-256 of the files of a package or module, which is not imported."""
     sha = hashlib.sha256()
     for root in _roots(package):
-        found = sorted(path for path in root.rglob("*") if path.suffix in CODE) if root.is_dir() else [root]
+        found = sorted(path for path in root.rglob("*") if path.suffix in CODE) if os.path.isdir(root) else [root]
         for path in found:
             sha.update(str(path.relative_to(root.parent)).encode() + _digest_of(path).encode())
     return sha.hexdigest()

@@ -7,6 +7,7 @@ greedy.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,8 +54,8 @@ def generation_file(option: str, folder: Path) -> Path | None:
         return None
     if option == "auto":
         return path if files.is_there(path := folder / NAME) else None
-    path = Path(option).expanduser()
-    path = path / NAME if path.is_dir() else path
+    path = files.expanded(option)
+    path = path / NAME if os.path.isdir(path) else path
     if not files.is_there(path):
         raise ConfigError(
             f"generation_config={shown(option)}: no such file as {path}; expected auto (the model's), none, or the "

@@ -192,7 +192,7 @@ def find_model(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOption
     if model in IN_PACKAGE:
         hub.refuse_revision(model)
         folder = Path(__file__).parents[2] / "pocket" / IN_PACKAGE[model]
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise ModelError(f"the model {shown(model)} is missing from this installation: no {folder}")
         return folder
     directory = files.folder_of(model)

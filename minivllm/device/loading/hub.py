@@ -69,16 +69,16 @@ class HubOptions:
 
 def without_weights(folder: Path) -> list[str]:
     """Return the names of files that a folder lacks and that are needed to describe its model without weights."""
-    return [] if (folder / "config.json").exists() else ["config.json"]
+    return [] if os.path.exists(folder / "config.json") else ["config.json"]
 
 
 def whole_model(folder: Path) -> list[str]:
     """Return the names of files that a folder lacks and that are needed to load its model.  A broken link counts as
     missing."""
     lacks = without_weights(folder)
-    if (folder / SINGLE).exists():
+    if os.path.exists(folder / SINGLE):
         return lacks
-    if not (folder / INDEX).exists():
+    if not os.path.exists(folder / INDEX):
         return [*lacks, SINGLE]
     listed = files.read_json(folder / INDEX, files.PART, ModelError)
     return lacks + _missing(folder, listed)
@@ -87,10 +87,10 @@ def whole_model(folder: Path) -> list[str]:
 def whole_pickled(folder: Path) -> list[str]:
     """Return the names of files that a folder lacks and that ``load_format = "pt"`` needs."""
     index = folder / "pytorch_model.bin.index.json"
-    if index.exists():
+    if os.path.exists(index):
         listed = files.read_json(index, files.PART, ModelError)
         return without_weights(folder) + _missing(folder, listed)
-    there = any(path.exists() for pattern in PICKLED for path in folder.glob(pattern))
+    there = any(os.path.exists(path) for pattern in PICKLED for path in folder.glob(pattern))
     return without_weights(folder) + ([] if there else ["pytorch_model.bin"])
 
 
@@ -102,7 +102,7 @@ def _missing(folder: Path, listed: Any) -> list[str]:
     if not isinstance(shards, dict):
         return []
     names = {str(shard) for shard in shards.values()}
-    return sorted(name for name in names if not (folder / name).exists())
+    return sorted(name for name in names if not os.path.exists(folder / name))
 
 
 def other_folders(name: str) -> list[str]:
@@ -125,7 +125,7 @@ def tokenizer_files(names: tuple[str, ...]) -> HubFiles:
     """Return the files of a repository to download for a tokenizer; one of the files ``names`` is required.
 
     An error about a missing file has the first of the names."""
-    return HubFiles(CONFIGURATION, lambda at: [] if any((at / name).exists() for name in names) else [names[0]])
+    return HubFiles(CONFIGURATION, lambda at: [] if any(os.path.exists(at / name) for name in names) else [names[0]])
 
 
 def find_snapshot(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
@@ -162,7 +162,7 @@ def _listed(names: list[str]) -> str:
 
 def _download_arguments(wanted: HubFiles, hub: HubOptions) -> NewFields:
     """Return the arguments of ``snapshot_download``."""
-    place = None if hub.download_dir is None else os.path.expanduser(hub.download_dir)
+    place = None if hub.download_dir is None else str(files.expanded(hub.download_dir))
     return {
         "revision": hub.revision,
         "cache_dir": place,
@@ -245,7 +245,7 @@ def _unreachable(name: str, wanted: HubFiles, hub: HubOptions, status: int | Non
     if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set"
     at = _at(name, hub)
-    cache = Path(os.path.expanduser(hub.download_dir or constants.HF_HUB_CACHE))
+    cache = files.expanded(hub.download_dir or constants.HF_HUB_CACHE)
     here = cache / f"models--{name.replace('/', '--')}"
     partial = _snapshot(here, hub.revision or "main")
     todo = f"run `hf download {name}` where there is a network"
@@ -253,8 +253,10 @@ def _unreachable(name: str, wanted: HubFiles, hub: HubOptions, status: int | Non
         return f"{at}: the cached snapshot {partial} lacks {_listed(lacks)}, and {why}; {todo}"
     if partial is not None:  # the folder lacks only files that the model does not need
         return f"{at}: the cached snapshot {partial} is not whole, and {why}; {todo}, or give that directory"
-    if hub.revision is not None and here.is_dir():
-        refs = [p.relative_to(here / "refs").as_posix() for p in sorted((here / "refs").rglob("*")) if p.is_file()]
+    if hub.revision is not None and os.path.isdir(here):
+        refs = [
+            p.relative_to(here / "refs").as_posix() for p in sorted((here / "refs").rglob("*")) if os.path.isfile(p)
+        ]
         there = _listed(refs + sorted(p.name for p in (here / "snapshots").glob("*")))
         return f"{at}: not in the Hugging Face cache {cache}, which has {there or 'nothing'} of it, and {why}"
     return (
@@ -266,9 +268,9 @@ def _unreachable(name: str, wanted: HubFiles, hub: HubOptions, status: int | Non
 def _snapshot(here: Path, revision: str) -> Path | None:
     """Return the folder of a revision in ``here``, the folder of a repository in the cache; None if it is not there."""
     ref = here / "refs" / revision
-    commit = files.read_text(ref, error=ModelError).strip() if ref.is_file() else revision
+    commit = files.read_text(ref, error=ModelError).strip() if os.path.isfile(ref) else revision
     folder = here / "snapshots" / commit
-    return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
+    return folder if _COMMIT.fullmatch(commit) and os.path.isdir(folder) else None
 
 
 def one_line(exc: BaseException) -> str:

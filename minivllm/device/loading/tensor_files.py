@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ def checkpoint_files(folder: Path, pickled: bool = False) -> list[tuple[Path, li
 
     ``pickled`` selects the files of ``torch.save``, otherwise safetensors are read.  ModelError for missing files.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ModelError(f"{folder}: no such model directory; expected one with config.json and *.safetensors")
     if pickled:
         return _pickled(folder)

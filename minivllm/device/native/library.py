@@ -75,7 +75,7 @@ def find(folder: Path, environ: Mapping[str, str]) -> NativePart:
     if limit == "none":
         return NativePart(None, why_not=f"switched off by {LIMIT}=none")
     path = folder / LIBRARY
-    if not path.is_file():
+    if not os.path.isfile(path):
         return NativePart(None, why_not=_why_not_built(folder))
     try:
         library = ctypes.CDLL(str(path))

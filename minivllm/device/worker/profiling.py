@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
@@ -23,7 +24,7 @@ class TorchTrace:
 
         Raise RequestError if the folder does not exist or the file cannot be written; the profile then continues."""
         folder = Path(path).absolute().parent
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise RequestError(f"{path}: there is no folder {folder}; make it, then call stop_profile again")
         files.check_output(path, RequestError)
         self.close()

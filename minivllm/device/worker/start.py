@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,5 +122,5 @@ def _facts(wiring: Wiring) -> list[str]:
     sizes."""
     folder = Path(wiring.model_dir)
     config = folder / "config.json"
-    shapes = config.read_text(encoding="utf-8") if config.is_file() else str(folder)
+    shapes = config.read_text(encoding="utf-8") if os.path.isfile(config) else str(folder)
     return [wiring_to_json(replace(wiring, model_dir="", seed=0)), shapes]

@@ -187,8 +187,8 @@ def _config(resolved: Resolved, loaded: Loaded) -> Entries:
     for key in ("model", "tokenizer"):
         name = requested[key]
         if isinstance(name, str) and name not in IN_PACKAGE:
-            folder = Path(name).expanduser()
-            if folder.is_dir():
+            folder = files.folder_of(name)
+            if folder is not None:
                 requested[key] = str(folder.resolve())
     if requested["generation_config"] not in ("auto", *NONE):
         requested["generation_config"] = _absolute(requested["generation_config"])
@@ -329,7 +329,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise ConfigError(f"{path}: is no regular file; expected one for the record, for example run.json")
     if target.suffix != ".json":
         raise ConfigError(f"{path}: expected a name that ends in .json, so that the record can be read again")
-    if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+    if not os.path.isdir(target.parent) or not os.access(target.parent, os.W_OK):
         raise ConfigError(f"{path}: the record cannot be written: no writable directory {target.parent}")
 
 

@@ -77,14 +77,14 @@ def _folders(file: Path, patterns: list[str]) -> list[Path]:
     """Return the folders to search: the folder of the module, the package folders above it, and the named folders
     below them."""
     found = [file.parent]
-    while (found[-1] / "__init__.py").exists() and len(found) < FOLDERS:
+    while os.path.exists(found[-1] / "__init__.py") and len(found) < FOLDERS:
         found.append(found[-1].parent)
     found = found[: max(1, len(found) - 1)]
     names = [pattern for pattern in patterns if not re.search(r"[*?\[\]\0]", pattern)]
     for folder in found:  # the list grows during the loop
         for name in names:
             below = folder / name
-            if len(found) < FOLDERS and below.is_dir() and below not in found:
+            if len(found) < FOLDERS and os.path.isdir(below) and below not in found:
                 found.append(below)
     return found
 
@@ -96,7 +96,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
             first = [entry for entry, _ in zip(entries, range(MOST), strict=False)]
     except OSError:
         return []
-    shown = [entry for entry in first if entry.is_file() and not entry.name.startswith(".")]
+    shown = [entry for entry in first if os.path.isfile(entry) and not entry.name.startswith(".")]
     return sorted(shown, key=lambda entry: entry.name)
 
 

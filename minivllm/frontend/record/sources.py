@@ -94,7 +94,7 @@ def model_identity(folder: Path, weights: bool = True, pickled: bool = False) ->
     files of ``torch.save``.  Weight files of more than 64 MiB are sampled, which takes a second and not a minute: the
     header, and start, middle and end of each tensor.
     """
-    if folder.is_file():
+    if os.path.isfile(folder):
         return _identity([folder])
     paths = [folder / "config.json", folder / "generation_config.json"]
     suffixes = (".bin", ".pt", ".pth") if pickled else (".safetensors",)
@@ -110,7 +110,9 @@ def tokenizer_identity(folder: Path) -> Source:
 
 def _identity(paths: Iterable[Path]) -> Source:
     """Return the hashes of the paths that are files, each and all together."""
-    return source_of_hashes({path.name: (_sha_file(path), path.stat().st_mtime) for path in paths if path.is_file()})
+    return source_of_hashes(
+        {path.name: (_sha_file(path), path.stat().st_mtime) for path in paths if os.path.isfile(path)}
+    )
 
 
 def digest(value: object) -> str:

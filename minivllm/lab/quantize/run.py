@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ class Quantizing:
             raise ConfigError("--calibration: --method rtn reads no text; leave it out, or use --method gptq or awq")
         self.checkpoint = open_checkpoint(model)
         folder = self.checkpoint.folder
-        if folder.is_file():
+        if os.path.isfile(folder):
             raise ModelError(f"{folder}: is a GGUF file; expected a Hugging Face directory or id")
         if self.checkpoint.quantization != "none":
             raise ModelError(

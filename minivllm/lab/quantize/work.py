@@ -30,13 +30,14 @@ NOT_COPIED = (PLAN, "config.json", "*.index.json", "quantize_config.json", "quan
 
 def check_free(out: Path) -> None:
     """Raise ConfigError if the output directory exists and is not empty, or cannot be created."""
-    if out.is_symlink() or os.path.ismount(out):
-        kind = "a symbolic link" if out.is_symlink() else "the mount point of a disk"
+    linked = os.path.islink(out)
+    if linked or os.path.ismount(out):
+        kind = "a symbolic link" if linked else "the mount point of a disk"
         raise ConfigError(f"{out}: is {kind}, which no directory can be renamed to; use another path")
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+    if os.path.lexists(out) and not (os.path.isdir(out) and not any(out.iterdir())):
         raise ConfigError(f"{out}: exists already; expected a directory that does not exist or is empty")
     parent = out.absolute().parent
-    if not parent.is_dir():
+    if not os.path.isdir(parent):
         raise ConfigError(f"{out}: there is no directory {parent}; expected an existing one")
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"{out}: {parent} cannot be written to")
@@ -103,7 +104,7 @@ class WorkFolder:
 
     def read(self, shard: int) -> dict[str, Tensor] | None:
         """Return the tensors of a file, None if an earlier run has not written it."""
-        if not self.path(shard).exists():
+        if not os.path.exists(self.path(shard)):
             return None
         try:
             return load_file(self.path(shard))
@@ -145,7 +146,7 @@ class WorkFolder:
             weight_map |= dict.fromkeys(tensors, self.path(shard).name)
             total += sum(t.numel() * t.element_size() for t in tensors.values())
         for path in sorted({p for pattern in COPIED for p in model.glob(pattern)}):
-            if path.is_file() and not any(path.match(pattern) for pattern in NOT_COPIED):
+            if os.path.isfile(path) and not any(path.match(pattern) for pattern in NOT_COPIED):
                 files.check(path, files.LARGE)
                 shutil.copyfile(path, self.folder / path.name)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

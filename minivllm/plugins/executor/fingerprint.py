@@ -122,7 +122,7 @@ def _package(name: str) -> str:
 
 
 def _model(folder: Path, weights: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    if folder.is_file():  # GGUF
+    if os.path.isfile(folder):  # GGUF
         yield folder.name, _sampled(folder)
         return
     for path in sorted(path for pattern in SMALL for path in folder.glob(pattern)):

@@ -51,20 +51,20 @@ class ModelFiles:
 
 def models(root: Path, verify: bool = False) -> list[ModelFiles]:
     """Return the files of each model, the newest first.  ``verify`` reads all pages.  ConfigError without a folder."""
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise ConfigError(f"{root}: no such folder; expected the option path of a disk store")
     found = [_files_of(folder, verify) for folder in sorted(root.iterdir()) if _is_model(folder)]
     return sorted(found, key=lambda one: -one.changed)
 
 
 def _is_model(folder: Path) -> bool:
-    return folder.is_dir() and re.fullmatch(r"[0-9a-f]{32}", folder.name) is not None
+    return os.path.isdir(folder) and re.fullmatch(r"[0-9a-f]{32}", folder.name) is not None
 
 
 def _files_of(folder: Path, verify: bool) -> ModelFiles:
     """Read the heads of all records of a model, and with ``verify`` the pages."""
     about = folder / ABOUT
-    found = ModelFiles(folder, about.read_text(encoding="utf-8") if about.exists() else "")
+    found = ModelFiles(folder, about.read_text(encoding="utf-8") if os.path.exists(about) else "")
     names = {unquote(path.name.partition("-")[2].removesuffix(NAMED)) for path in folder.glob(f"*{NAMED}")}
     found.names = tuple(sorted(names))
     for path in sorted(folder.glob(f"*{SUFFIX}")):

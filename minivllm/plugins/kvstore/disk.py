@@ -30,6 +30,7 @@ import numpy as np
 
 from minivllm.core.interfaces.kvstore import KVStore, StoreContext
 from minivllm.errors import ResourceError
+from minivllm.files import expanded
 
 from .ahead import ReadAhead
 from .options import DiskStoreOptions
@@ -80,7 +81,7 @@ class DiskStore(KVStore):
         super().__init__(options, ctx)
         self.eager, self.patience = options.eager, options.patience
         self.always = options.load == "always"
-        self.root = Path(options.path).expanduser()
+        self.root = expanded(options.path)
         self.folder = self.root / ctx.identity[:32]
         self._prefix = f"r{ctx.rank}of{ctx.ranks}-"
         self.digest = digest_of(ctx.identity, ctx.rank, ctx.ranks)
@@ -248,7 +249,7 @@ class DiskStore(KVStore):
         name = f"{self._prefix}{os.getpid()}-{next(NUMBERS)}{SUFFIX}"
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
-        if path.exists():  # a file of an earlier process with the same number
+        if os.path.exists(path):  # a file of an earlier process with the same number
             path = self.folder / f"{path.stem}-{os.urandom(4).hex()}{SUFFIX}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:

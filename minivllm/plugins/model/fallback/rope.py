@@ -122,6 +122,8 @@ class Ropes:
         turn = self.turned.get(module)
         if turn is None or turn.rotated[0] is not query or turn.rotated[1] is not key:
             return None
+        if turn.q.shape != query.shape or turn.k.shape != key.shape:
+            return None  # cos and sin are longer than a head, so that torch repeats its elements
         made = self.made.get(id(turn.cos))
         if made is None or made.sin is not turn.sin or made.cos.dim() != 3:
             return None
