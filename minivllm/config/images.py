@@ -94,8 +94,6 @@ def _why_not(
         "tensor_parallel_size": wiring.parallel.tensor_parallel_size > 1,
         "drafter": wiring.speculation.num_speculative_tokens > 0,
         "compressor": wiring.compressor is not None,
-        "enable_lora": config.enable_lora,
-        "adapters": bool(config.adapters),
         "processors with a second model": bool(wiring.own_models),
         "load_format": config.load_format not in ("auto", "safetensors", "dummy"),
         "executor": parts["executor"].name not in EXECUTORS,

@@ -14,7 +14,7 @@ EXPECTED = {  # situations that a run of some hundred configurations must contai
             "drafts accepted", "drafts rejected", "abandoned", "chunked prompts", "log-probabilities", "next turns",
             "resets", "delays", "side by side", "steps ahead", "early stops", "values read", "steered",
             "adapters", "adapters replaced", "adapters: lora", "adapters: ia3", "adapters: steering",
-            "compressions", "images", "images again", "images beside tiers",
+            "compressions", "images", "images again", "images beside tiers", "images with adapters",
             "weights: other weights", "weights: mixed weights",
             "weights: pause", "weights: update", "weights: keep", "weights: refused", "weights: sleep"),
     "cuda": ("captured decode steps", "captured mixed steps", "captured draws", "captured steps with taps"),
@@ -67,6 +67,7 @@ def _request(params: dict[str, Any], answer: Answer) -> Counter[str]:
     met["steered"] = int(params.get("taps", {}).get("add", False))
     met["images"] = len(params.get("images", ()))
     met["adapters"] = int("adapter" in params)
+    met["images with adapters"] = int("adapter" in params and "images" in params)
     if "adapter" in params:
         met[f"adapters: {method_of(params['adapter'])}"] = 1
     met["errors for good"] = int(answer.error is not None)

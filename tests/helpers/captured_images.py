@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from adapters import lora, write_adapter
 from cpu_captures import cpu_captures
 from image_models import SIZES, Reference, make, picture, prompt_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.device.worker import graphs
-from minivllm.device.worker.graph_keys import ImagedKey
+from minivllm.device.worker.graph_keys import AdaptedKey, ImagedKey
 from minivllm.device.worker.image_steps import FixedFeatures, ImageSteps
+from minivllm.plugins.adapter import lora_memory
 
 torch.set_num_threads(1)
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, ignore_eos=True)
@@ -61,6 +63,35 @@ def answers(model, family, monkeypatch, counts=(1, 0, 2), **options):
 def test_prompts_with_images_run_in_captured_steps_and_equal_transformers(models, family, monkeypatch):
     keys, forms = answers(models(family), family, monkeypatch)
     assert any(isinstance(key, ImagedKey) for key in keys) and "separate" not in forms
+
+
+def test_steps_with_images_and_adapters_run_apart_and_equal_those_without_captures(models, tmp_path, monkeypatch):
+    path, hf = models("qwen3_vl")
+    monkeypatch.setattr(graphs, "SIGHTS", 0.01)
+    layers = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|down_proj)"
+    adapter = lora(write_adapter(hf, tmp_path / "a1", target_modules=layers))
+    asked, used = [], []
+    for seed, count in enumerate((1, 1, 0, 0)):
+        pictures = [picture(i, *SIZES[i]) for i in range(count)]
+        asked.append({"prompt_token_ids": prompt_of("qwen3_vl", count, 0, 9), "multi_modal_data": {"image": pictures}})
+        used.append(adapter if seed % 2 else None)
+
+    def tokens(**options):
+        with LLM(str(path), **{**OPTIONS, "enable_lora": True, **options}) as llm:
+            found = [llm.generate(asked, PARAMS, use_tqdm=False, lora_request=used) for _ in range(2)]
+            assert all(output.error is None for outputs in found for output in outputs)
+            captures = llm.engine.executor.runner.graphs
+            keys = [] if captures is None else list(captures.forwards)
+            made = [[output.outputs[0].token_ids for output in outputs] for outputs in found]
+            return made, keys, llm.stats()["forms"]
+
+    plain, keys, _ = tokens(graph="off")
+    assert not keys and plain[0][0] != plain[0][1] and plain[0][2] != plain[0][3]
+    monkeypatch.setattr(lora_memory, "runs_kernels", lambda device: True)
+    with cpu_captures():
+        found, keys, forms = tokens()
+    assert found == plain and forms["separate"]
+    assert {type(key) for key in keys} >= {AdaptedKey, ImagedKey} and sum(forms.values()) > 2 * forms["separate"]
 
 
 def test_a_step_that_is_too_long_for_the_fixed_memory_runs_apart(models, monkeypatch):

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.quantizer import ModuleInfo
     from minivllm.device.layers.parts import ModelParts
 
+    from .tensor_names import TensorNames
+
 SOME = ("embedding", "lm_head", "router", "experts")  # kinds of modules that are not adapted
 
 
@@ -154,6 +156,7 @@ class AdapterReader:
         self.wiring, self.cfg, self.parts = wiring, cfg, parts
         self._rules: list[tuple[re.Pattern[str], Rule]] = []
         self._conversion: Any = None
+        self._names: TensorNames | None = None
         self._opening = threading.Lock()
 
     @contextlib.contextmanager
@@ -173,7 +176,8 @@ class AdapterReader:
         wiring, arch = self.wiring, self.parts.arch
         dummy, pickled = wiring.load_format == "dummy", wiring.load_format == "pt"
         headers: Mapping[str, Any] = {} if dummy else checkpoint_headers(Path(wiring.model_dir), pickled)
-        self._conversion, names = conversion_of(arch, self.cfg, headers)
+        self._conversion, self._names = conversion_of(arch, self.cfg, headers)
+        names = self._names
         rules: Sequence[Rule] = arch.weights(self.cfg)
         forms = several_forms(rules, wiring.load_format)
         chosen = of_one_form(rules, text_names(headers, names) if forms else ())
@@ -187,11 +191,17 @@ class AdapterReader:
         renamed = weight if self._conversion is None else self._conversion.name(weight)
         stems = [name] if renamed is None else [renamed.removesuffix(".weight"), name]
         roots = sorted({rule.source.partition(".")[0] + "." for _, rule in self._rules if "." in rule.source})
-        stems += [root + name for root in roots]
+        assert self._names is not None
+        inner = self._names.in_text_model(name)
+        stems += [root + one for root in roots for one in dict.fromkeys((name, inner))]
         for stem in stems:
             for pattern, rule in self._rules:
                 if match := pattern.fullmatch(stem):
                     return self._place(folder, name, rule, match)
+        if other := self._names.of_other_model(name):
+            raise adapter_refusal(
+                folder, f"its target {shown(name)} is of {other}; expected layers of the text model, not of an encoder"
+            )
         known = [rule.source for _, rule in self._rules]
         raise adapter_refusal(folder, f"its target {shown(name)} is no layer of this model.{suggest(name, known)}")
 

@@ -37,6 +37,8 @@ OTHER = re.compile(
     r"|connector|perceiver\w*|qformer|aligner|mlp1|mlp_ar|resampler|encoder)",
     re.IGNORECASE,
 )
+# beginning of the names that modules of a text model have in classes of transformers
+CLASS_PREFIX = re.compile(r"^(model\.)?language_model\.(model\.)?")
 # (old, new) parts of tensor names: transformers 5.24 renames layers of the text models of Qianfan-OCR and Kimi-K2.5 so,
 # which is meant for their image encoders
 SPELLINGS = (("encoder.layers.", "layers."), ("blocks.", "layers."))
@@ -93,6 +95,19 @@ class TensorNames:
                 stem = stem.rpartition(".")[0]
             found = self._known[name] = bool(stem)
         return found
+
+    def in_text_model(self, name: str) -> str:
+        """Return the name of a module without the prefix that a class of transformers gives the modules of its text
+        model.
+
+        The prefix may differ from that of the checkpoint's tensors, because transformers renames these."""
+        return CLASS_PREFIX.sub("", name, count=1) if self.wrapped else name
+
+    def of_other_model(self, name: str) -> str:
+        """Return the part of a module's name that names another model in the checkpoint, such as "visual"; "" for a
+        module of the text model."""
+        foreign = self.wrapped and any(OTHER.fullmatch(word) for word in name.split("."))
+        return _model_of(name) if foreign else ""
 
     def notes(self) -> list[str]:
         """Return a sentence for each kind of tensors in the checkpoint that are not loaded."""

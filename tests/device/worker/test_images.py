@@ -280,7 +280,6 @@ def test_a_failing_encoder_ends_the_requests_of_its_image_alone(folder):
         ({"max_images": 0}, "max_images=0"),
         ({"drafter": "ngram"}, "not implemented with drafter"),
         ({"compressor": "knorm"}, "not implemented with compressor"),
-        ({"enable_lora": True}, "not implemented with enable_lora"),
     ],
 )
 def test_engines_that_read_text_only_refuse_images_by_reason(folder, options, reason):
