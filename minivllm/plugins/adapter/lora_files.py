@@ -89,7 +89,9 @@ class MemoryPart(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Return the index, in the row of the arena, of the first element behind the matrix and its last stride."""
+        """Return the index in the arena's row of the first element behind this matrix, including the stride of its last
+        row.
+        """
         return self.first + self.rows * self.stride
 
     def of(self, row: Tensor) -> Tensor:

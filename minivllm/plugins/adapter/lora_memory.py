@@ -180,7 +180,7 @@ class LoraMemory(AdapterMemory):
         size = self.arena[0].nbytes
         count = min(len(self.arena), max(1, RESERVED // size)) if self.model.device.type == "cuda" else 0
         kept = [self.model.empty(self.arena.shape[1], self.arena.dtype) for _ in range(count)]
-        del kept  # ``empty`` returns the same memory again
+        del kept  # the allocator keeps the freed memory, and later calls of ``empty`` return it
 
     def read(self, source: AdapterSource) -> HostAdapter:
         folder, size = source.folder, self.arena.shape[1]
@@ -194,7 +194,8 @@ class LoraMemory(AdapterMemory):
         for first, stop, scale in plan.scales:
             if scale != 1.0:  # torch multiplies numbers of 16 bits by a number in float32, and rounds once
                 weights[first:stop].mul_(scale)
-        if not all_finite(weights, self.arena.dtype):  # products of all adapters of a step share their sums
+        # infinite numbers are refused, because products of all adapters of a step are added up in common sums
+        if not all_finite(weights, self.arena.dtype):
             dtype = str(self.arena.dtype).removeprefix("torch.")
             raise adapter_refusal(folder, f"its weights, with their scale, are not all finite numbers in {dtype}")
         if self.staging is not None:

@@ -113,7 +113,9 @@ def group(tokens: Tensor, ranks: Tensor, invariant: bool) -> TokenGroups:
 
 @triton.jit
 def of_tile(rows, sizes, places, ranks, tile, layers, j, BT: tl.constexpr):
-    """Return the rank and place of a tile's adapter, and for each j whether it has a token, with its number or 0."""
+    """Return the rank and the place of a tile's adapter, for each j whether the tile has a j-th token, and the indices
+    of these tokens in the step (0 if there is none).
+    """
     rank = tl.load(ranks + tile * layers)
     used = j < tl.load(sizes + tile)
     place = tl.load(places + tile)

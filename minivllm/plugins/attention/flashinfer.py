@@ -29,7 +29,7 @@ from .paged import Paged, dense_pages, ragged_pages, starts
 
 # bytes of scratch memory: 8 MiB of semaphores, and results of at most one program per multiprocessor for a row
 DECODE_SPACE = 32 << 20
-PREFILL_SPACE = 128 << 20  # the size that the library recommends
+PREFILL_SPACE = 128 << 20  # bytes of the prefill workspace, as FlashInfer's documentation recommends
 PLANS = 3  # number of wrappers per kind of layer, which are used in turn
 
 

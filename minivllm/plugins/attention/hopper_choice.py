@@ -26,7 +26,7 @@ from minivllm.core.interfaces.attnspec import AttnSpec
 
 LINES = 128  # lines of a tile (M)
 LEAST_BLOCK = 16  # fewest tokens of a block; the copy of a smaller block would be smaller than a swizzle pattern
-MOST_GROUP = 16  # query heads per KV head that were tested
+MOST_GROUP = 16  # largest number of query heads per KV head for which the kernel was tested
 LEAST_WINDOW = 1024  # with smaller windows a tile reads few keys, mostly with a mask
 LEAST_TILES = 96  # fewest tiles over all KV heads; with fewer of these large tiles much of the device would be idle
 LEAST_KEYS = 256  # mean keys of a row; with fewer, most of a key tile would be masked

@@ -91,7 +91,7 @@ class Sdpa(AttentionBackend):
         super().__init__(options, ctx)
         self.limits = CPU if ctx.device.startswith("cpu") else GPU
         if ctx.batch_invariant and self.limits is GPU:
-            raise PluginError(f"sdpa: batch_invariant=true on {ctx.device}: use a CPU, or the back end triton")
+            raise PluginError(f"sdpa: batch_invariant=true on {ctx.device}: expected a CPU, or attention=triton")
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)

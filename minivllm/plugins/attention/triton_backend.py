@@ -87,7 +87,8 @@ class Triton(AttentionBackend):
             why = "attention.options.hopper is off"
         elif kernel_module() is None:
             why = "it needs triton 3.6 or later"
-        # the kernel may read the cache, or a copy in this dtype
+        # the kernel reads either the cache, or a copy of it in this dtype; the dtype of keys and values is therefore
+        # not tested
         elif not refusal(spec, dtype, dtype, block):
             wrong = disagreement(spec, getattr(torch, dtype), block, device)
             if wrong:
@@ -212,7 +213,8 @@ class Triton(AttentionBackend):
         if spec in self.unfit or self._ahead(meta, layer.group, q.device) is not None:
             return None
         if copied and spec.window is not None:
-            # the copy begins at a key tile of ``triton_prefill``, whose size the Hopper kernel does not have
+            # the copy begins at a multiple of the key tile of ``triton_prefill``, and the Hopper kernel has another
+            # tile size
             return None
         stored = q.dtype if copied else layer.cache["k"].dtype
         names = [str(dtype).removeprefix("torch.") for dtype in (q.dtype, stored)]

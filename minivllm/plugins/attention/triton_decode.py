@@ -200,7 +200,8 @@ def _decode(
     ``launch.keep_room``.  SHARED means that the kernel ``_shared``, which runs at the same time, computes the first
     tokens of rows.  ``_shared`` waits for all earlier kernels before this one starts, so only its sums are waited for.
     """
-    # wait before the release, because the merge and later layers read the entries without waiting
+    # Wait before the release: the merge and later layers read these entries without a wait of their own, so the entries
+    # must be complete when those kernels may start.
     if not EARLY and not SHARED:
         settle(PDL)
     release(PDL)
@@ -328,7 +329,7 @@ def _merge(
     """
     release(PDL)
     head, row = tl.program_id(0), tl.program_id(1)
-    # These were written before the first layer's ``_decode``, which waited for them before later kernels could start.
+    # An early kernel of the first layer has waited for the kernel that writes these numbers, so no wait is needed here.
     entry, parts = tl.load(first + 2 * row), tl.load(first + 2 * row + 1)
     settle(PDL)
     if parts < 2:
@@ -467,18 +468,18 @@ class SharedParts(NamedTuple):
     """The partial sums over the shared prefixes of a step's rows (``triton_shared``)."""
 
     rows: Tensor  # i32 [rows, 2], the tokens of each row's shared prefix and its chunks
-    sums: Tensor  # float32 [chunks * rows * heads, DV]
-    norms: Tensor  # float32 [chunks * rows * heads, 2] maximum and denominator
+    sums: Tensor  # float32 [chunks * rows * heads, DV], probability-weighted sums of values
+    norms: Tensor  # float32 [chunks * rows * heads, 2], softmax maximum and denominator of each sum
 
 
 class DecodeWork(NamedTuple):
-    """The parts into which the rows of a step are divided.  The layers of the step share them."""
+    """The division of the keys of decode rows into parts, one part for each program.  The layers of a step share it."""
 
     entries: Tensor  # i32 [E, 4] row or -1, PART * part + parts, slot, length
     first: Tensor  # i32 [rows, 2], each row's first entry and its number of parts
     cut: bool  # whether at least one row has more than one part
-    sums: Tensor  # float32 [E * heads, DV]
-    norms: Tensor  # float32 [E * heads, 2] maximum and denominator
+    sums: Tensor  # float32 [E * heads, DV], probability-weighted sums of values, one for each entry and head
+    norms: Tensor  # float32 [E * heads, 2], softmax maximum and denominator of each sum
     shared: SharedParts | None  # partial sums over the first tokens of rows; None if every row is read separately
 
 

@@ -50,8 +50,8 @@ class KeyParts(NamedTuple):
     """The number of programs for each tile and KV head, and the memory for the sums that they store."""
 
     programs: int  # number of programs of a tile; 1 means that no partial results are stored
-    sums: Tensor  # float32 [tiles * KV heads * lines * most, DV], DV elements of a value
-    norms: Tensor  # float32 [tiles * KV heads * lines * most, 2] maximum and denominator
+    sums: Tensor  # float32 [tiles * KV heads * lines * most, DV], the probability-weighted sums of values
+    norms: Tensor  # float32 [tiles * KV heads * lines * most, 2], softmax maximum and denominator of each sum
     most: int  # number of parts of the longest row
 
 
@@ -233,7 +233,9 @@ def parts_of(spec: AttnSpec, tiles: int, lines: int, longest: int, device: torch
 
 
 def _parts(meta: AttnMeta, layer: AttnLayer, tiles: int, lines: int, device: torch.device) -> KeyParts:
-    """Return the parts of a layer's tiles.  Layers of equal sizes run one after another and share their memory."""
+    """Return the number of programs per tile and the memory for their sums (``KeyParts``).  All layers of a step with
+    equal sizes share one result, because they run one after another.
+    """
     spec = layer.spec
     key = ("parts", layer.group, spec.kv_heads, spec.dim_v, tiles, lines)
     if key not in meta.work:

@@ -216,7 +216,9 @@ def _consume(
     TOKENS: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 lines of all tiles of a program, as warp group WG."""
+    """Compute attention for the lines of warp group WG (64 of 128) in all tiles of this program, and store the
+    results.
+    """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)

@@ -45,7 +45,7 @@ KEYS = 32  # N
 
 
 class Tiles(NamedTuple):
-    """The tiles of a step's rows.
+    """The tiles of queries of a step: for each tile its row and its first token.
 
     A captured step has room for the largest number of tiles of its size.  Unused tiles have row -1 and come last.
     """

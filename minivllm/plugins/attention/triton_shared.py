@@ -298,7 +298,8 @@ def find_shared(
     keys = keys_of(block, exact)
     each = lines_of(spec) // (spec.heads // spec.kv_heads)
     aim = max(1, TILE.programs // spec.kv_heads)
-    capacity = aim + rows // FEWEST_ROWS + rows // each + 1  # the tiles and the chunks of each group are rounded up
+    # the last terms are for rounding up the number of tiles and of chunks in each group
+    capacity = aim + rows // FEWEST_ROWS + rows // each + 1
     columns = table.shape[1]
     least = max(1, -(-LEAST_TOKENS // block))
     most_chunks = max(2, min(MOST_CHUNKS, aim * each // rows))
@@ -312,7 +313,8 @@ def find_shared(
     found = (label, same, rows, table.stride(0), columns)
     _find[grid](*lengths, table, *found, BLOCK=block, FEWEST=FEWEST_ROWS, MIXED=mixed, **depths, **common)
     groups, members = make(rows, 4), make(rows)
-    step = max(keys, keys_a_tile(spec, exact))  # the rest of a row starts at a tile of ``_decode``
+    # multiple of tokens at which a shared prefix ends, so that ``_decode`` begins the rest of a row at one of its tiles
+    step = max(keys, keys_a_tile(spec, exact))
     _group[grid](label, same, groups, members, rows, BLOCK=block, N=step, FEWEST=FEWEST_ROWS, **common)
     entries, shared = make(capacity, ENTRY.value), make(rows, 2)
     cuts = {"N": keys, "CHUNKS": most_chunks, "LEAST": max(LEAST_CHUNK, keys), "EACH": each}

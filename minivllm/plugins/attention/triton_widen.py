@@ -48,9 +48,10 @@ def _widen(
     k, v, k_scales, v_scales, k_to, v_to, table, slots, row, starts, table_stride,
     KE: tl.constexpr, VE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Copy a part of block ``program_id(0)`` of the copy, which belongs to row ``row[block]``.
+    """Copy a part of one block of the cache to block ``program_id(0)`` of the copy, in the dtype of the copy.
 
-    The part begins at element CHUNK * program_id(1).  A block has KE elements of keys and VE elements of values.
+    The block belongs to row ``row[program_id(0)]`` of the step.  The part begins at element CHUNK * program_id(1).  A
+    block has KE elements of keys and VE elements of values.
     """
     place = tl.program_id(0).to(tl.int64)
     of = tl.load(row + place)

@@ -26,7 +26,7 @@ class StreamingOptions(BaseModel):
 
 
 class SnapKVOptions(BaseModel):
-    """The options of ``snapkv``."""
+    """Options of the compressor ``snapkv``: how many last queries are read, and over how many neighbours to average."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -35,7 +35,7 @@ class SnapKVOptions(BaseModel):
 
 
 class H2OOptions(BaseModel):
-    """The options of ``h2o``."""
+    """Options of the compressor ``h2o``: the share of newest tokens, and whether attention is averaged or summed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class NGramOptions(BaseModel):
-    """Options of prompt lookup."""
+    """Options of the drafter ``ngram`` (prompt lookup): the least and the largest number of tokens that must match."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext
 
-PLACES = 2048  # of so many occurrences in a text, more than two tokens are compared
+PLACES = 2048  # largest number of occurrences of the last two tokens, the newest ones, that are compared further
 END = -1  # value after each stored text; it differs from every token id
 NOWHERE, NOTHING = np.empty(0, np.int64), np.empty(0, np.int32)
 
@@ -93,7 +93,7 @@ class Suffix(Drafter):
     def learn(self, owner: int, tokens: np.ndarray, prompt: int) -> None:
         if len(tokens) <= prompt:
             return
-        # Stored with the end of the prompt, because it precedes the first tokens of the output.
+        # The text is stored with the last tokens of the prompt, which precede the first output token in a match.
         first = max(prompt - self.options.max_match, 0)
         self.texts.add(owner, tokens[first:])
 

@@ -55,7 +55,7 @@ class CostAware(Leaves):
 
     def enqueue(self, block: LeafBlock) -> None:
         entry = block.stamp + self.fade * block.worth + self.bonus[block.mark]
-        # until the number is unique, because another block may rarely have the same value
+        # entries of the queue must be unique, and another block may rarely have the same value
         while entry in self.queue.block_of:
             entry = math.nextafter(entry, math.inf)
         self.queue.push(block, entry)

@@ -140,10 +140,10 @@ class Leaves(Evictor):
         raise NotImplementedError
 
     def came(self, block: LeafBlock) -> None:
-        """Do what a subclass needs for a new block, which is held."""
+        """Update the data of a subclass after a new block was added, which a request holds.  This class has none."""
 
     def gone(self, block: LeafBlock) -> None:
-        """Do what a subclass needs for a block that was evicted."""
+        """Update the data of a subclass after a block was evicted.  This class has none."""
 
     # ---- the contract --------------------------------------------------------------------------------------------
 
@@ -199,7 +199,9 @@ class Leaves(Evictor):
     # ---- for subclasses with more than one queue -----------------------------------------------------------------
 
     def released(self, block: LeafBlock) -> None:
-        """Do what a subclass needs for a block that is no longer held.  It is called before ``rank``."""
+        """Update the data of a subclass after the last request released a block, before ``rank`` is called.  This class
+        has none.
+        """
 
     def enqueue(self, block: LeafBlock) -> None:
         """Add a block that became ripe to the queue."""

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class PrefixDepthOptions(BaseModel):
-    """The resolution of depths."""
+    """Options of the evictor ``prefix-depth``: the number of blocks whose depths count as equal."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -14,7 +14,9 @@ class PrefixDepthOptions(BaseModel):
 
 
 class S3FifoOptions(BaseModel):
-    """The sizes of the queues."""
+    """Options of the evictor ``s3fifo``: the share of the small queue, and the hits that move a block to the main
+    queue.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,7 +25,7 @@ class S3FifoOptions(BaseModel):
 
 
 class TailLruOptions(BaseModel):
-    """Values that sessions have whose clients send none."""
+    """The defaults for sessions whose clients do not send ``budget`` or ``prompt``, in tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -41,7 +43,9 @@ class AgentTtlOptions(BaseModel):
 
 
 class CostAwareOptions(BaseModel):
-    """How fast values decrease, and how many evicted keys are stored."""
+    """Options of the evictor ``cost-aware``: how fast the value of a block falls, and for how many evicted keys hits
+    are kept.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -48,7 +48,7 @@ class SessionLeaves(Leaves):
                 self.enqueue(block)
 
     def forgot(self, session: int) -> None:
-        """Do what a subclass needs for a session whose last turn is no longer stored."""
+        """Update the data of a subclass after the last turn of a session was dropped.  This class has none."""
 
     def turn_of(self, block: LeafBlock) -> SessionTurn | None:
         """Return the last turn of the session that used a block last; None if there is none."""

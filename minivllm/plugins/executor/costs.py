@@ -127,8 +127,11 @@ class StepCounter:
         return StepCounts(len(plan.slots), kv, 0, 0.0, 0, joins, ends, fresh, before, int(wake))
 
     def _begin(self, plan: StepPlan, tokens: int) -> tuple[int, int]:
-        """Return ``fresh`` and ``before`` of ``StepCounts`` for a plan, and note the plan.  ``tokens`` is its number of
-        tokens if it has prompts, else 0."""
+        """Return two fields of ``StepCounts``: ``fresh`` is 1 if the rows differ from those of the preceding step, and
+        ``before`` is the larger number of tokens of the last two steps with prompts, else 0.
+
+        Remember this plan for the next call.  ``tokens`` is its number of tokens if it has prompts, else 0.
+        """
         fresh = self.last is None or plan.slots is not self.last.slots
         before = max(self.before)
         self.last = plan
@@ -136,9 +139,9 @@ class StepCounter:
         return int(fresh), before
 
     def skip(self, plan: StepPlan) -> None:
-        """Record that decode steps have run without being counted, of which ``plan`` is the last.
-
-        They must be at least two steps without prompts."""
+        """Note that at least two decode steps, without prompts, have run since the last counted step; ``plan`` is the
+        last one.
+        """
         self.last = plan
         self.before = (0, 0)
 
@@ -170,7 +173,7 @@ class CostTable:
     # one set
     limit: int
     slopes: Mapping[str, float]  # by ``SLOPES``
-    add: float = 0.0  # seconds that the engine needs for a new request
+    add: float = 0.0  # seconds of host work for a request that is added to the engine
     # power of a "busy" and of an "idle" device, if it has an energy counter
     watts: Mapping[str, float] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)  # options that size the engine which was measured

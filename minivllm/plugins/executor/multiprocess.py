@@ -36,13 +36,15 @@ from .options import MultiprocessOptions
 from .process import CALL, FAILED, NOT_RUNNING, PROGRESS, READY, START, Process, cannot_start, capacity_of
 
 WORKER = "minivllm.plugins.executor.multiprocess_worker:main"
+# names of the collective operations by the number in a rank's state, written out here because the communicator's module
+# imports torch
 OPERATIONS = (
     "",
     "all_reduce",
     "gather",
     "broadcast",
     "all_gather",
-)  # imported for the communicator only, because this imports torch
+)
 # kinds of messages between the processes, in addition to those of ``process``; their content is JSON
 GO, PARTED, LOST, MEETING, FINGERPRINT = range(13, 18)
 OF_ALL = (
@@ -354,13 +356,15 @@ class Multiprocess(Process):
             raise self._dead(f"no rank has made progress for {still:.0f} s.  Missing: {who}.  {where}")
 
     def _passed(self, step: int, reports: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Return whether a rank has passed the place in a step at which other ranks have failed."""
+        """Return whether a rank that reported no failure has passed the collective call at which other ranks failed in
+        ``step``.
+        """
         page = self._page
         least = min(one["calls"] for one in reports.values())
         if page is None:
             return False
         ranks = [rank for rank in range(page.size) if rank not in reports]
-        # read before the check whether the ranks are in this step
+        # read CALLS before BEGUN, because a rank may begin the next step between the two reads
         calls = {rank: page.get(rank, CALLS) for rank in ranks}
         return any(calls[rank] > least and page.get(rank, BEGUN) == step + 1 for rank in ranks)
 

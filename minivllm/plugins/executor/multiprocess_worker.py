@@ -146,7 +146,11 @@ class Rank:
             raise with_others(e, wiring.device) from e
 
     def _say_met(self, peers: PeerMemory) -> None:
-        """Write the progress of the device to the page of states, because the host runs ahead of the device."""
+        """Write the device's progress in collective calls to shared memory every ``SAYS`` seconds, while ``peers`` is
+        in use.
+
+        The host cannot report this progress, because it runs ahead of the device.
+        """
         with contextlib.suppress(ValueError):  # the page of states is closed
             while self.ranks is not None and self.ranks.peers is peers:
                 for word, value in zip((MET, LEFT), peers.reached(), strict=True):
@@ -168,7 +172,7 @@ class Rank:
 
 
 class RankLoop(WorkerLoop):
-    """The loop of one rank."""
+    """The loop of one rank's worker process: it notes its progress in shared memory, and only rank 0 sends results."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank.channel, rank.executor)

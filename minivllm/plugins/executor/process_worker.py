@@ -61,7 +61,7 @@ def _serve(channel: Channel) -> None:
 
 
 def progress_to(channel: Channel) -> progress.Listener:
-    """Return the listener that sends the progress of the start to the parent process."""
+    """Return a function that sends reports about the start, at a limited rate, to the parent process."""
     return progress.thinned(lambda *report: channel.send(PROGRESS, [json.dumps(report).encode()]))
 
 

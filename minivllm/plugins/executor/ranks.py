@@ -278,7 +278,7 @@ def rank_graphs(ranks: ProcessGroup) -> type:
                 shared.least_tokens = ranks.least([shared.least_tokens])[0]
 
         def _agreed(self, costs: StepCosts) -> StepCosts:
-            """Return the least of each cost of all ranks, because all capture the same step at the same time."""
+            """Return the minimum of each cost over all ranks, so that all ranks choose the same sizes to capture."""
             least = ranks.least([int(cost * parts) for cost in astuple(costs)])
             return StepCosts(*(n / parts for n in least))
 

@@ -192,7 +192,7 @@ class RayCluster:
         return guests
 
     def _order(self, guests: Mapping[int, Mapping[str, Guest]]) -> Any:
-        """Return the sort key of places: places of this machine come first, then the order is by machine and GPU."""
+        """Return the sort key for the numbers of actors: those on this machine come first, then by machine and GPU."""
 
         def key(place: int) -> tuple[Any, ...]:
             hello = guests[place][CHANNEL].hello
@@ -202,7 +202,9 @@ class RayCluster:
         return key
 
     def settings_of(self, rank: int) -> dict[str, Any]:
-        """Return the settings of a rank that depend on where the other ranks are."""
+        """Return the settings of a rank that depend on the machines of all ranks: the visible GPUs of its machine, the
+        index of its own GPU among them, and whether ranks are on several machines.
+        """
         mine = self._ranks[rank]
         gpus: list[str] = []
         for other in self._ranks:

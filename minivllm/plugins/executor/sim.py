@@ -324,7 +324,10 @@ class Sim(Executor):
     # ---- what rows draw ------------------------------------------------------------------------------------------
 
     def _run(self, plan: StepPlan, late: LateInputs | None, ms: float) -> StepResult:
-        """Return the result of a step that took ``ms`` on the device."""
+        """Draw the tokens of a step after its FORWARD, check the step if ``check`` is set, and return its result.
+
+        ``ms`` is the device time that the result reports.
+        """
         if self.options.check:
             self._check_plan(plan)
         drafts = self._draft(plan) if len(plan.draft) else None
@@ -580,7 +583,9 @@ class Sim(Executor):
         return self.text.prefix[slot, 1 : tokens + 1] ^ np.uint64(space)
 
     def _compact(self, d: Delta) -> None:
-        """Move the kept tokens of compressed rows to their new blocks, and check those that were stored."""
+        """Check the KV content of each compressed row, keep a random choice of its tokens, and move them to its new
+        blocks.
+        """
         sources = d.sources.tolist()
         for g, slot, stored, kept, computed in d.compact.tolist():
             used = -(-stored // self.block)

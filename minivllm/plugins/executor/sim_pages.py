@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SimBatch:
-    """Pages u8 [n, bytes] that were read."""
+    """Pages u8 [n, bytes] that the simulated device has copied to host memory, ready at once."""
 
     ready = True
 

@@ -23,14 +23,17 @@ def checkpoints_of(wiring: Wiring) -> int | None:
 
 
 class SimStates:
-    """The states of all slots, the null state, and the checkpoints."""
+    """The number of covered tokens and the hash of these tokens for each recurrent state: one for each slot, the null
+    state, and the checkpoints.
+    """
 
     def __init__(self, slots: int, checkpoints: int, drafts: int) -> None:
         total = slots + 1 + checkpoints
         self.drafts = drafts
         self.covered = np.zeros(total, np.int64)
         self.hashes = np.zeros(total, np.uint64)
-        # (slot, number of the copy) -> (position, index of the state)
+        # (slot, 0 or 1 for the first or second planned copy of its state) -> (position at which to copy, index of the
+        # target state)
         self.saves: dict[tuple[int, int], tuple[int, int]] = {}
 
     def apply(self, delta: Delta) -> None:

@@ -28,7 +28,7 @@ HEAD = struct.Struct("<4sIqdIII")
 FORM = struct.Struct("<iiii")  # form of a result as three numbers (``codec.form_numbers``), and a 0 for alignment
 MAGICS = {NEXT: b"mvlN", PLAIN: b"mvlP"}
 NAMES = tuple(StepPlan.__dataclass_fields__)
-# Fields that ``StepPlan.further`` copies as the same objects.
+# Function that returns the fields of a plan that ``StepPlan.further`` hands on unchanged.
 _kept = itemgetter(*(name for name in NAMES if name not in ("id", "computed", "delta")))
 _changes = itemgetter(*(name for name in Delta.__dataclass_fields__ if name not in ("join", "table", "trim")))
 WIDTH = 4  # columns of ``Delta.table`` and ``.trim``
@@ -36,7 +36,9 @@ NO_TABLE, NO_DRAFTS, NO_TAPS = np.empty((0, WIDTH), I4), np.empty(0, I4), np.emp
 
 
 def _head(kind: int, data: bytearray | bytes) -> tuple[int, float, int, int, int]:
-    """Return step, device_ms, rows and the numbers of further entries from the head of a message."""
+    """Return the step id, the device's milliseconds, the number of rows and two further counts from the head of a
+    message.
+    """
     if len(data) < HEAD.size:
         raise CodecError(f"{len(data)} bytes; expected at least {HEAD.size}")
     magic, version, *rest = HEAD.unpack_from(data)

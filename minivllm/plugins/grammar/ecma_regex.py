@@ -444,7 +444,9 @@ def within(node: Node, ranges: Ranges) -> Node | None:
 
 
 def spelled(node: Node) -> Node:
-    """Return the node of the spellings of the texts in a JSON string, with one spelling for each character."""
+    """Return a regular expression for the JSON spelling of each text of ``node``: characters with a short escape (such
+    as \\n) are escaped, all others are written as they are.
+    """
     if isinstance(node, Chars):
         short = intersection(node.ranges, SHORT_CODES)
         raw = intersection(node.ranges, complement(SHORT_CODES))
@@ -472,7 +474,7 @@ def pattern(node: Node) -> str:
 
 
 def write(node: Node) -> str:
-    """Return a regular expression of the texts for a grammar library."""
+    """Return a node as a regular expression in the syntax that the grammar libraries have in common."""
     # cached for this call only, because a longer cache would reveal patterns of other requests
     sets: dict[Ranges, str] = {}
 

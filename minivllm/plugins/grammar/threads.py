@@ -46,7 +46,9 @@ class Hill:
         return self.best
 
     def record(self, at: int, seconds: float) -> None:
-        """Add the time of a call with the number of threads at an index."""
+        """Add the measured seconds of a call to the mean time of its number of threads, ``sizes[at]``, and find the
+        best number.
+        """
         mean = self.seconds[at]
         if mean is None:
             self.seconds[at] = seconds

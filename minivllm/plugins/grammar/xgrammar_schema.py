@@ -31,7 +31,7 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def unheld(schema: Any) -> Iterator[str]:
-    """Yield descriptions of the rules that an answer need not satisfy."""
+    """Yield names of keywords of a schema that XGrammar would ignore, so that an answer could violate them."""
     if not isinstance(schema, dict):
         return
     own = set(schema) - NOTES

@@ -69,7 +69,7 @@ class Live(Hooks):
             self.display = None
 
     def table(self) -> Table:
-        """Return the table of the last step that was seen."""
+        """Return a table for the terminal: speed, queue, batch, cache and times of the newest finished step."""
         table = Table(show_header=False, box=None, padding=(0, 1))
         if self.seen is None:
             table.add_row("minivllm", f"{self.engine.model}: waiting for the first step")

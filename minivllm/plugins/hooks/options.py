@@ -28,7 +28,7 @@ class StepLogOptions(BaseModel):
 
 
 class LiveOptions(BaseModel):
-    """The options of the view in the terminal: how often it is drawn, and whether it stays."""
+    """Options of the hook ``live``, the view in the terminal: how often it is drawn, and whether it stays."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -43,7 +43,7 @@ class ReadAhead:
 
     def take(self, key: bytes) -> Future[np.ndarray | None] | None:
         """Return the read of a page, which is forgotten; None if it was not read ahead."""
-        if key in self._expected:  # it was requested early
+        if key in self._expected:  # the page was also listed as expected
             self._expected.remove(key)
         _, read = self._reading.pop(key, (0, None))
         return read

@@ -165,7 +165,7 @@ class DiskStore(KVStore):
         return file.fd
 
     def _used(self, number: int) -> None:
-        """Move a file to the end of the list of open files, and close the first file if there are too many.
+        """Mark a file as used last, and close the files that were used longest ago while too many are open.
 
         Files of other engines are closed before files whose lock this store holds.
         """

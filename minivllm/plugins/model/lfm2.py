@@ -51,7 +51,7 @@ class Lfm2(ModelArch):
     """The architecture ``Lfm2ForCausalLM``."""
 
     def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
-        """Return the MLP of a layer, or its mixture of experts."""
+        """Return the dense MLP of a layer, with the width that ``_adjusted`` computes."""
         return MLP(_adjusted(cfg))
 
     def describe(self, cfg: Any) -> DecoderSpec:

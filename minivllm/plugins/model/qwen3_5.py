@@ -39,7 +39,7 @@ class Qwen35(ModelArch):
     """The architecture ``Qwen3_5ForCausalLM``."""
 
     def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
-        """Return the MLP of a layer, or its mixture of experts."""
+        """Return the dense MLP of a layer."""
         return MLP(cfg.intermediate_size, fields.activation(cfg))
 
     def describe(self, cfg: Any) -> DecoderSpec:

@@ -94,7 +94,7 @@ class PromptFeatures(LearnedSteps):
         x = self.features(request.prompt)
         self.sums = keep * self.sums
         self.sums += np.outer(x, x)
-        self.sums += (1 - keep) * self.prior  # the prior assumption keeps its full weight
+        self.sums += (1 - keep) * self.prior  # adds back the share of the prior that the line above has removed
         self.products = keep * self.products
         self.products += x * (length - self.mean)
         self.coefficients = None

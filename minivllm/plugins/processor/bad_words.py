@@ -63,7 +63,8 @@ class BadWords(Processor):
 
     def apply(self, logits: Tensor, rows: Rows, state: State) -> None:
         back = torch.arange(MAX_LEN - 1, 0, -1, device=logits.device)
-        at = rows.position[:, None] - back  # [N, MAX_LEN - 1]
+        # index in the history of each of the last MAX_LEN - 1 tokens, [N, MAX_LEN - 1]
+        at = rows.position[:, None] - back
         slots = rows.slots[:, None]
         output = rows.tokens[slots, at.clamp(min=0)]
         output = torch.where(at >= rows.prompt[:, None], output, NOTHING)

@@ -39,7 +39,7 @@ UNUSED = (
 
 
 class ConfigGroup(NamedTuple):
-    """The quantization of the modules that ``targets`` names."""
+    """The quantization that one group of ``config_groups`` defines for the modules that ``targets`` names."""
 
     targets: tuple[str, ...]
     bits: int
@@ -160,7 +160,8 @@ class FieldsLayout(PartLayout):
             zero = given.get("weight_zero_point")
             packed = word_counts(share.outputs, self.group.bits)
             if zero is not None and zero.dim() == 2 and len(zero) in packed:
-                # zero points with this number of rows are packed; otherwise they are plain numbers
+                # zero points with one of the row counts of packed words are packed; with another row count they are
+                # plain numbers
                 zero = self._outputs(zero).int() - self.middle
             want_symmetric(zero)
             return None
@@ -192,7 +193,7 @@ class CompressedTensors(CheckpointQuantizer):
         for key in ("sparsity_config", "transform_config"):
             given = settings.part(key).given
             if given and given.get("format") != "dense":
-                raise settings.refuse(key, "none, because sparse or transformed weights are not supported")
+                raise settings.refuse(key, "no entry, because sparse or transformed weights are not supported")
         groups = settings.part("config_groups")
         quantizes_cache = bool(settings.given.get("kv_cache_scheme"))
         self.cache_alone = not groups.given  # keys and values are quantized, but no weights

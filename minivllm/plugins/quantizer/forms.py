@@ -44,7 +44,7 @@ class Numbers(NamedTuple):
     codes: Tensor  # u8, int8, float8 [n, k]
     scale: Tensor  # f32 [n, groups]
     zero: Tensor | None  # f32 [n, groups]; None means that all are equal to ``centre``
-    group_of: Tensor  # i64 [k] on the CPU
+    group_of: Tensor  # i64 [k] on the CPU, index of the group (inputs with a common scale) of each input
     bits: int = 8
     centre: int = 0
     table: Tensor | None = None  # f32 [16] the number that each code stands for, which replaces codes - zero
@@ -68,7 +68,8 @@ def fields(words: Tensor, bits: int, count: int) -> Tensor:
 
     Fields start at the low bits and continue across words.
     """
-    # the flat view comes first, because a single column is contiguous with any stride
+    # A tensor with a single column counts as contiguous with any stride, and then it cannot be viewed as bytes
+    # directly.
     flat = words.contiguous().view(-1)
     raw = flat.view(torch.uint8).view(len(words), -1)
     if bits == 8:

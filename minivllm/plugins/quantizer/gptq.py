@@ -37,7 +37,7 @@ MISNAMED = (
 
 
 class GptqKind(NamedTuple):
-    """The settings of GPTQ for a set of modules."""
+    """The settings of GPTQ for a set of modules: bits, inputs per scale, order of the inputs, and symmetry."""
 
     bits: int
     group_size: int  # -1: all inputs

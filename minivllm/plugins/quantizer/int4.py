@@ -194,7 +194,8 @@ class Int4Weight(MadeByTiles, Int4Rows):
             self.zero[rows] = zero.view(count, -1)
 
     def stored(self) -> StoredWeight:
-        # repeated here so that only this class offers it: a subclass may multiply in another way
+        # This override only marks that exactly this class supports the method, because a subclass may multiply in
+        # another way.
         return super().stored()
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:

@@ -104,7 +104,8 @@ class Int8Weight(ByteRows):
         return whole.clamp_(-self.top, self.top).to(self.dtype)
 
     def stored(self) -> StoredWeight:
-        # repeated here so that only this class offers it: a subclass may multiply in another way
+        # This override only marks that exactly this class supports the method, because a subclass may multiply in
+        # another way.
         return super().stored()
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:

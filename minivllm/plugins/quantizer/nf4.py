@@ -52,7 +52,8 @@ class Nf4Weight(MadeByTiles, TableRows):
         self.scale[rows] = largest
 
     def finish(self) -> None:
-        self.table.copy_(self._numbers)  # set after all other tensors are loaded
+        # the table is a buffer, which is filled with the 16 numbers of NF4 after the weights were loaded
+        self.table.copy_(self._numbers)
         group = self.info.in_features // self.scale.shape[1]
         self.kernels = kernels_of(self.weight, self.scale, None, group, self.table)
 

@@ -158,7 +158,7 @@ class SplitWeight(WeightScheme):
         self._name()
 
     def _name(self) -> None:
-        """Collect the tensors of all runs of parts in ``tensors``."""
+        """Fill ``tensors`` with the tensors of all schemes in ``runs``, named by the first part of each run."""
         self.tensors = {}
         for info, scheme in self.runs:
             first = info.parts[0][0]

@@ -10,7 +10,7 @@ OfBits = Literal[4, 8, 16, "fp8", "fp8-weight", "int4", "int8", "int8-w8a8", "ll
 
 
 class WeightOnlyOptions(BaseModel):
-    """The choice of modules that are quantized."""
+    """The choice of the modules that are quantized, and of another quantizer for some modules."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -184,7 +184,7 @@ class PackedWeight(WeightScheme):
     """
 
     cuts_parts = True  # a tensor with several parts is loaded as a whole, once for each part
-    # a tensor with groups of rows is loaded as a whole too, although the rows of a part are then not consecutive
+    # the same for a tensor whose outputs are ordered by groups, so that the rows of a part are not consecutive
     cuts_groups = True
 
     info: ModuleInfo
@@ -208,7 +208,7 @@ class PackedWeight(WeightScheme):
         share = layout.share
         found = {name: want.shapes[0] for name, want in layout.want.items()}
         if found.get("weight") == (share.outputs, share.inputs) and not share.fused:
-            # the loader recognizes a whole weight by this shape
+            # the loader compares a complete, unsplit weight with the shape of the whole module
             found["weight"] = (self.info.out_features, self.info.in_features)
         return found
 
@@ -265,7 +265,7 @@ class PackedWeight(WeightScheme):
             self._keep(f"{name}.", _Held((name,), rows, scheme, pieces[name].order))
 
     def _keep(self, prefix: str, held: _Held) -> None:
-        """Add the scheme of some rows; ``prefix`` comes before the names of its tensors."""
+        """Add the stored weight of some rows of the module, and its tensors under their names behind ``prefix``."""
         self._held.append(held)
         for name, tensor in held.scheme.tensors.items():
             self.tensors[prefix + name] = tensor

@@ -130,8 +130,8 @@ class DefaultSampler(Sampler):
             count = min(1 << (bounds.bit_length() - 1), width)
             best_first = x.topk(count, dim=1).values
             limit = _nucleus(best_first, floor, top_k, top_p)
-            # Rows without top-k and top-p may be in the same step. They keep their floor, because the few best logits
-            # do not show which limit they need.
+            # Rows without top-k and top-p may be in the same step. Their limit is ``floor`` (min-p), because top-p over
+            # these few logits would give them a wrong limit.
             free = (top_k == 0) & (top_p == 1)
             return torch.where(free, floor, limit)
         chunk = max(CHUNK // width, 1)

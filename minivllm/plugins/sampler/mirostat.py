@@ -19,7 +19,8 @@ from .spec import MIROSTAT as MIROSTAT_SPEC
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-MIROSTAT = 1 << 40  # bit of ``Row.variant`` above the bits of the default sampler
+# bit of ``Row.variant`` that is set for a row with ``mirostat_tau``; the default sampler uses lower bits
+MIROSTAT = 1 << 40
 RESTRICTIONS = ("top_k", "top_p", "min_p")
 CHOOSERS = ("choose_fn", "beam_width")
 

@@ -152,7 +152,7 @@ class DrawWork:
     known: Tensor  # f32 [N, 8]: largest logit, 1 / T, floor of min-p, top_p, logit of the candidate
     state: Tensor  # i32 [N] state of each row: OPEN, DONE or WAITS
     top: Tensor  # f32 [N, groups] largest logit of each group of neighbouring tokens, for rows with top-k
-    group: int  # number of tokens in such a group
+    group: int  # number of neighbouring tokens in a group of ``top``
     rows: tuple[Tensor, ...]  # seed, position, sample i64 [N]
     slots: Tensor  # i64 [N]
     columns: tuple[Tensor, ...]  # temperature f32, top_k i32, top_p f32, min_p f32, each [S]

@@ -15,7 +15,10 @@ _INIT, _A, _B, _M1, _M2 = (tl.constexpr(x) for x in (INIT, FOLD_A, FOLD_B, MIX_1
 
 @triton.jit
 def row_keys(seed, position, sample):
-    """Return the two 32-bit words of a row; see ``device.worker.sampling.noise_bits``."""
+    """Return a hash of seed, position and sample of a row as two 32-bit words, from which its noise is made.
+
+    It equals ``device.worker.sampling.noise_bits``.
+    """
     a = tl.full((), _INIT, tl.uint32)
     b = tl.full((), 0, tl.uint32)
     for i in tl.static_range(4):

@@ -18,7 +18,8 @@ from .spec import TYPICAL as TYPICAL_SPEC
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
-TYPICAL = 1 << 40  # bit of ``Row.variant`` above the bits of the default sampler
+# bit of ``Row.variant`` that is set for a row with ``typical_p``; the default sampler uses lower bits
+TYPICAL = 1 << 40
 
 
 class TypicalSampler(DefaultSampler):

@@ -71,7 +71,8 @@ class Fair(SchedulerPolicy):
         names = tenants.tolist()
         start = edges.tolist()
         end = [*start[1:], len(line)]
-        if len(names) < self.window:  # then ``head`` has requests of all waiting tenants
+        # ``head`` holds a request of every waiting tenant if it has fewer tenants than its bound
+        if len(names) < self.window:
             self.active = set(names)
         self._forget()
         places = [self.place[t] if t in self.place else self._place(t) for t in names]
@@ -157,8 +158,10 @@ class Fair(SchedulerPolicy):
         return at
 
     def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the index in ``ids`` of each sequence, and bool [n] whether it is there, which means that it was
-        charged before."""
+        """Return for each sequence of ``ids`` its index in ``self.ids``, and bool [n] whether it is there.
+
+        A sequence that is there was charged before.  The index of another sequence has no meaning.
+        """
         n = len(self.ids)
         m = len(ids)
         if n <= m and (ids[:n] == self.ids).all():  # usual for running rows: the known sequences come first

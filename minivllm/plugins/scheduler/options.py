@@ -8,7 +8,9 @@ CLOSED = ConfigDict(extra="forbid", frozen=True)
 
 
 class AdaptiveOptions(BaseModel):
-    """Bounds of the time for which new requests are held back to admit them together."""
+    """Options of the policy ``adaptive``: the longest time, in seconds and as a share of a target for the first token,
+    for which new requests are held back to be admitted together.
+    """
 
     model_config = CLOSED
 
@@ -22,7 +24,9 @@ class AdaptiveOptions(BaseModel):
 
 
 class PriorityOptions(BaseModel):
-    """The rate at which waiting raises the priority."""
+    """Options of the policy ``priority``: how fast waiting raises a priority, its range, and the lead that preempts a
+    row.
+    """
 
     model_config = CLOSED
 
@@ -40,7 +44,9 @@ class PriorityOptions(BaseModel):
 
 
 class ShortestJobOptions(BaseModel):
-    """The cost of a token of work, and a bound on the delay of long jobs."""
+    """Options of the policy ``shortest-job``: the delay for each expected token, or for each expected second, and the
+    longest delay of a request.
+    """
 
     model_config = CLOSED
 
@@ -61,7 +67,9 @@ class ShortestJobOptions(BaseModel):
 
 
 class DeadlineOptions(BaseModel):
-    """Default targets, the device's speed, and a bound on the wait of late requests."""
+    """Options of the policy ``deadline``: default target, speeds of prefill and decode, longest wait, preemption, and
+    the prompt tokens that are always allowed in a step.
+    """
 
     model_config = CLOSED
 
@@ -85,7 +93,7 @@ class DeadlineOptions(BaseModel):
 
 
 class PrefixAwareOptions(BaseModel):
-    """A bound on the time for which requests with a longer cached prefix may overtake a request."""
+    """Options of the policy ``prefix-aware``: after how many seconds of waiting a request precedes all others."""
 
     model_config = CLOSED
 
@@ -93,7 +101,9 @@ class PrefixAwareOptions(BaseModel):
 
 
 class FairOptions(BaseModel):
-    """Costs of a token of service, and the longest wait of a request."""
+    """Options of the policy ``fair``: how much service a prompt token and a generated token count, and the longest
+    wait.
+    """
 
     model_config = CLOSED
 
@@ -105,7 +115,7 @@ class FairOptions(BaseModel):
 
 
 class PrefillFirstOptions(BaseModel):
-    """The conditions under which new requests start a prefill phase."""
+    """Options of the policy ``prefill-first``: when a prefill phase begins, and which prompts one step may contain."""
 
     model_config = CLOSED
 
@@ -120,7 +130,7 @@ class PrefillFirstOptions(BaseModel):
 
 
 class StaticOptions(BaseModel):
-    """The size at which a batch starts."""
+    """Options of the policy ``static``: the number of sequences in a batch, and how long a batch waits to fill."""
 
     model_config = CLOSED
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Beam(DecodingStrategy):
-    """The strategy of requests that set ``beam_width``."""
+    """The decoding strategy for requests that set ``beam_width``: beam search, with one branch for each beam."""
 
     mode = "stepwise"
     reads = frozenset({"beam_width"})
