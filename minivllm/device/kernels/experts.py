@@ -388,7 +388,7 @@ class ExpertProducts:
         norm = dict(PARTS=parts, PARTS_P=triton.next_power_of_2(max(parts, 1)))
         given = x if squares is None else squares
         if t <= self.few and not self.fixed:
-            # not for float16, in which the values before the norm's division may overflow
+            # float16 needs a separate norm, because values before the norm's division may overflow it
             apart = stream is not None and (stream.whole or x.dtype == torch.float16)
             apart = apart or shared is not None
             y, found = self._few(x, ids, weights, given, eps, norm, None if apart else stream)

@@ -40,7 +40,7 @@ MOST_LEAVES = 8
 UNIT = 64  # number of inputs; a leaf has a multiple of it, so that each tile's loop over the inputs ends with the leaf
 STAGE_BYTES = 208 * 1024  # bytes of shared memory for tiles that are being loaded or multiplied
 GROUP = 8  # number of row tiles over which neighbouring programs are distributed, so that they share cached weights
-# Measured on an H200 (2026-11-29, ``docs/performance.md``).
+# The numbers of this file were measured on an H200 (2026-11-29, ``docs/performance.md``).
 SPREAD_TILES = 32  # largest number of tiles with few rows for which each leaf has a program
 NARROW, WIDE = 2048, 8192  # up to NARROW outputs, tiles have fewer outputs; from WIDE outputs on, a gated tile has more
 COUNTERS = 1024  # number of counters of arrived programs, one for each tile of a product with a program for each leaf

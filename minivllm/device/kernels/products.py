@@ -28,7 +28,8 @@ from .launch import kernel, pdl, roomy, wait
 # largest number of rows for which this product is faster than the library's product with two kernels (measured on an
 # H200)
 MOST_ROWS = 64
-SMALL = 1 << 23  # for weights of at most this many elements this product is also faster with more rows
+# largest number of elements of a weight for which these kernels are also used for the rows in MANY_ROWS
+SMALL = 1 << 23
 SLOTS = 132  # number of multiprocessors of an H100 or H200
 STAGE_BYTES = 208 * 1024  # bytes of shared memory for tiles that are being loaded or multiplied
 PLAIN, GATED, ADDED = 0, 1, 2

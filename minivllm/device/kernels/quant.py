@@ -162,7 +162,9 @@ class FusedProduct(EpilogueProduct):
     """
 
     def __init__(self, *given: Any, scaled: Any = None, **more: Any) -> None:
-        """Store the arguments of ``EpilogueProduct`` and ``scaled``."""
+        """Store the arguments of ``EpilogueProduct`` and the kernels for many rows, ``scaled``, and allocate counters
+        for tiles.
+        """
         super().__init__(*given, **more)
         self.scaled, self.rows = scaled, small_m_rows(self)
         self.arrived = torch.zeros(triton.cdiv(self.form.n, 16), dtype=torch.int32, device=self.of.weight.device)

@@ -408,7 +408,7 @@ def gemv_tile(form: Form, gated: bool, unit: int) -> dict[str, int]:
         bn, bk, stages, warps = (16, 2048, 3, 8) if four else (8, 1024, 3, 4) if unit < 4 else (8, 2048, 0, 4)
         return dict(BN=bn // 2 if gated else bn, BK=bk, STAGES=stages, num_warps=warps)
     if four:
-        # needs fewer registers for scales, so more inputs
+        # groups of 128 inputs have fewer scales and so need fewer registers, so a program takes more inputs
         many = form.group == 128 or (form.group == 64 and not form.zero)
         bn, each, stages = (4, 4 if many else 3, 0) if gated else (8, 3, 0)
     elif form.table:

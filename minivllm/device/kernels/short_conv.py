@@ -81,7 +81,7 @@ def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, s
     of_rows = (step.rows, step.start, step.behind, step.cu_q)
     shape = {"C": channels, "W": width, "RING": ring.shape[1], "BC": columns}
     given = weight if bias is None else bias
-    # the last is the number of steps of the binary search for a row
+    # ``rows.bit_length()`` is the number of steps of the kernel's binary search for the row of a token
     numbers = (mixed.stride(0), rows, rows.bit_length())
     launch = {"BIAS": bias is not None, "num_warps": 4, **pdl(mixed)}
     _conv[grid](mixed, weight, given, ring, *of_rows, u, out, *numbers, **shape, **launch)

@@ -238,7 +238,8 @@ class _FoldedTokens:
         starts = step.cu_q[:-1].long()
         self.n = step.cu_q[1:].long() - starts
         self.fold = step.behind.clamp(min=0).long()
-        self.begin = step.start.long() - self.fold  # position in its sequence of each row's first token here
+        # position in its sequence of each row's first token, including the ``fold`` tokens that the state lacks
+        self.begin = step.start.long() - self.fold
         size = self.n + self.fold
         self.first = size.cumsum(0) - size  # index of each row's first token among the E tokens
         self.size = size

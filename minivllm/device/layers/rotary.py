@@ -149,7 +149,7 @@ def query_factors(rope: Rope, length: int, device: str, dtype: torch.dtype, twic
 
 def gather_rotary(pre: QKPre, position: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, dim] at ``position`` i64 [T]; the first half of sin is negated, as ``rotate`` needs."""
-    # the caller has checked that there are tables
+    # ``pre.cos`` and ``pre.sin`` are not None here
     cos = pre.cos.index_select(0, position).unsqueeze(1)  # type: ignore[union-attr]
     sin = pre.sin.index_select(0, position).unsqueeze(1)  # type: ignore[union-attr]
     sin[..., : sin.shape[-1] // 2].neg_()

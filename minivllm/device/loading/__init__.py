@@ -14,4 +14,4 @@ from collections.abc import Mapping
 from typing import Any
 
 Fields = Mapping[str, Any]  # an object of JSON, such as config.json
-NewFields = dict[str, Any]  # the same, to be filled
+NewFields = dict[str, Any]  # a JSON object that is built here, so entries can be added

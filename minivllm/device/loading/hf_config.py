@@ -99,7 +99,7 @@ class Checkpoint:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         known = self.model_type in CONFIG_MAPPING
-        # ``get`` does not import the configuration's class
+        # ``CONFIG_MAPPING[name]`` imports the class of a model type, and ``CONFIG_MAPPING.get`` does not.
         kind = CONFIG_MAPPING[self.model_type] if known else PreTrainedConfig
         try:  # some classes change their argument, so they receive a copy
             return kind.from_dict(copy.deepcopy(dict(self.raw))).get_text_config()

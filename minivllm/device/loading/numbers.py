@@ -85,7 +85,7 @@ class Dtype:
 VOCABULARY = Whole(1, 1 << 24)
 LAYERS = Whole(1, MOST_LAYERS)
 LAYERS_OR_NULL = Whole(1, MOST_LAYERS, null=True)
-WIDTH = Whole(1, 1 << 18)  # of the hidden states
+WIDTH = Whole(1, 1 << 18)  # limits of the hidden size (width of the hidden states)
 WIDTH_OR_NULL = Whole(1, 1 << 18, null=True)
 INNER = Whole(1, 1 << 22)  # width inside an MLP
 INNER_OR_NULL = Whole(1, 1 << 22, null=True)
@@ -262,7 +262,10 @@ def _not_of(value: Any, kind: type, wanted: str) -> str | None:
 
 
 def _check_rope(name: str, rope: Any, refuse: Any) -> None:
-    """Check the rotary embedding's numbers, in one table or one for each type of layer."""
+    """Refuse impossible numbers of a rotary embedding, in one table or in the table of each type of layer.
+
+    ``refuse(key, value, problem)`` raises the error if there is a problem.
+    """
     if rope is None:
         return
     if not isinstance(rope, dict):

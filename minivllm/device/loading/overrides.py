@@ -74,7 +74,10 @@ def refuse_unread(overrides: Fields, raw: Fields, cfg: Any, ignores: Sequence[st
 
 
 def _refuse_in(table: Fields, text: str, at: str, cfg: Any, ignores: Sequence[str], who: str) -> None:
-    """Refuse keys of the table ``at``, where the text model's configuration is in the table ``text``."""
+    """Raise ConfigError for a key of the hf_overrides table ``at`` that is not read from there, or that has no effect.
+
+    ``text`` is the prefix of the text model's keys, such as "text_config."; both are prefixes of dotted keys.
+    """
     for key, value in table.items():
         if key in BY_ENGINE or (at != text and key == "tie_word_embeddings"):
             continue
@@ -120,7 +123,7 @@ def _own_texts(cls: type) -> Iterator[str]:
 
 
 def _refuse(key: str, value: Any, cfg: Any, ignores: Sequence[str], who: str, at: str) -> None:
-    """Refuse one key of a table of config.json."""
+    """Raise ConfigError if setting ``key`` of config.json to ``value`` by hf_overrides has no effect on the model."""
     option = f"hf_overrides: {shown(at + key)}"
     if key in UNREAD:
         raise ConfigError(f"{option} changes nothing: {UNREAD[key]}; leave it out")

@@ -64,7 +64,8 @@ NO_MATTER = {  # fields that do not change the computation
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
     "model_type", "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
-LAYER_TYPES = ("full_attention", "sliding_attention")  # older names are transformers' to map
+# the names that this reader accepts; a file with older names is left to transformers
+LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE = {"rope_parameters", "rope_scaling", "rope_theta"}
 ROPE_KINDS = {"default", "linear", "llama3"}
 ROPE_NUMBERS = {

@@ -54,11 +54,11 @@ class _Plain:
 
 
 class Blueprint(ModelParts):
-    """Building blocks that have shapes and no memory."""
+    """Building blocks of a model on the meta device: they have shapes but no memory, so their bytes can be counted."""
 
     def __init__(self, parts: ModelParts) -> None:
         super().__init__("meta", parts.dtype, _Plain(), parts.backend)  # type: ignore[arg-type]
-        self.tables = 0  # bytes of the rotary embedding's
+        self.tables = 0  # bytes of the rotary tables of all layers
 
     def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]:
         key = (rope, twice)
@@ -119,7 +119,8 @@ def check(
     targets: dict[str, Target] = {}
     if plan is not None:
         packed = any(rule.param not in ("", *PLAIN) for rule in rules)
-        plain = of_one_form(every, ()) if packed else rules  # no weight of the plan is packed
+        # the modules of the plan have unpacked weights, which rules for packed weights do not match
+        plain = of_one_form(every, ()) if packed else rules
         targets = find_targets(plain, plan)
     roots = roots_of(targets)
     renamed = by_rules(headers, conversion)

@@ -97,7 +97,7 @@ def find_text_model(raw: Fields, wrapper: str) -> TextModel | None:
         text = whole.get_text_config()
         if text is whole:
             return None
-        # a configuration class of transformers without nested parts keeps this one as a plain dict
+        # If transformers' configuration class has no nested text model, ``get_text_config`` returns a plain dict.
         if isinstance(text, Mapping):
             raise ModelError(
                 f"model_type={shown(kind)} has no text model inside it, and the file has "

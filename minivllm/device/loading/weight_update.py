@@ -300,7 +300,10 @@ class WeightUpdate:
         check_unchanged(self._stamps)
 
     def _write(self, module: Module, targets: Mapping[str, Target]) -> None:
-        """Write the tensors of a module."""
+        """Write the given tensors of a module; its old tensors are stored first, for ``restore``.
+
+        The weight of a quantized module is quantized again from the given tensors.
+        """
         replacement = replacement_of(module, self.parts) if quantized(module) else None
         if replacement is None:
             self._keep(module)

@@ -174,7 +174,10 @@ class Adapters:
             self._threads[-1].start()
 
     def _load(self) -> None:
-        """Read the queued folders, on a thread."""
+        """Read the queued folders of adapters one after another, on a thread, until ``close``.
+
+        Store each adapter in host memory by its number, and the error of a failed read.
+        """
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._orders or self._closed)

@@ -120,7 +120,8 @@ class SampleCalls(ABC):
         except Exception as e:
             self.fail(p, e, some)
             part.zero_()
-        # ``its`` may be the object ``rows``, which other processors get, and these logits are not theirs
+        # ``its`` may be the object ``rows``, which is passed to other processors too; they must not get the logits of
+        # this processor's model
         its.own_logits = None
         if index is not None:
             logits[index] = part

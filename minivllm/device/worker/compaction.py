@@ -71,7 +71,8 @@ class Compactor:
                 f"{self.name} rotates keys to new positions: no attention layer of the model records its rotary tables "
                 "in `ModelParts.rotations`; use a compressor that leaves keys as they are"
             )
-        self.tensors = self._tensors(wiring)  # for each KV group, for the kernels; empty if torch moves the tokens
+        # cache tensors of each KV group for the kernels; [] if torch moves the tokens
+        self.tensors = self._tensors(wiring)
         fmt = worker.backend.ctx.kv_format
         dtype = worker.parts.dtype
         self.scores = RowScores(compressor, self.name, wiring, fmt, dtype, bool(self.tensors))

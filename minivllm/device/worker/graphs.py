@@ -124,7 +124,7 @@ class Graphs:
     samples: dict[tuple[int, SampleOperations], Captured | None] = field(default_factory=dict)
     # shape without an own capture -> time that its steps have lost so far, as a share of the time of a capture
     paid: dict[GraphKey, float] = field(default_factory=dict)
-    serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)  # shape of a step -> result of ``_larger``
+    serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)  # shape of a step -> shape of its capture
     notes: list[str] = field(default_factory=list)
     # variant bits of the samplers in captures so far: False -> with 16-bit logits, True -> with float32 logits
     draw_bits: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})

@@ -148,7 +148,7 @@ class HeadModel(OwnModel):
             return logits
         plan, last = rows_plan(slots, q_len, computed)
         read = self.read_plan(plan)
-        read.states = None  # ``read_plan`` gives the recurrent states of the served model
+        read.states = None  # the states that ``read_plan`` returns belong to the served model, not to this head
         if self.second.one_rope:
             read.meta.position = read.position
         slot_of = read.meta.slots[read.meta.row]

@@ -75,7 +75,7 @@ class OwnModel(DraftModel):
         self.extra[lone] = 0
         self.drafted[lone] = 0
         table = delta.table[delta.table[:, 0] == 0]
-        # a block that was replaced by an equal cached block may lack the keys and values of this model
+        # an equal cached block may replace a row's block, and it may lack keys and values of this second model
         if len(table):
             slots = table[:, 1]
             index = table[:, 2].astype(np.int64)
@@ -196,7 +196,7 @@ class OwnModel(DraftModel):
         plan, last = rows_plan(slots, q_len, computed)
         read = self.read_plan(plan)
         states = self.second.states
-        read.states = None  # ``read_plan`` gives the recurrent states of the served model
+        read.states = None  # the states that ``read_plan`` returns belong to the served model, not to this head
         if states is not None:
             first = states.slots if copied else 0
             read.states = states.of_meta(read.meta, self.state.stopped, first=first)

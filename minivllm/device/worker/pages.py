@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 
 STAGING = 1 << 30  # most bytes of device memory for loaded pages that no step has written to blocks yet
-STAGING_SHARE = 1 / 128  # the same limit as a share of device memory; pages on the way to the host get as much again
+# largest share of the device's memory for loaded pages; pages on the way to the host get as much again
+STAGING_SHARE = 1 / 128
 AT_START = 16 << 30  # most bytes of pinned memory that are allocated at the start, before pages need them
 TRIAL = 8 << 20  # bytes that are copied to compare the speeds of a kernel and of the copy engine
 

@@ -454,7 +454,7 @@ class Runner:
         """Return the number of decoding rows of a step whose common prefixes attention reads once; 0 if it reads each
         row separately."""
         if self.shared is None or len(plan.draft):
-            return 0  # drafts are further rows of the same slot
+            return 0  # a draft is another row with the same slot, so rows with drafts read their blocks separately
         return self.shared.sharing(plan)
 
     def watch(self, read: StepTensors) -> StepWatch | None:

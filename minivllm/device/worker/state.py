@@ -292,8 +292,7 @@ class DeviceState:
         if self.dropped is not None:
             self.dropped[:, b] = self.dropped[:, a]
             self.dropped_host[:, to] = self.dropped_host[:, source]
-        # The copy has not ended, although the source may be marked as stopped because it was preempted in the same
-        # delta.
+        # The fork goes on, although its source may be marked as stopped because it was preempted in the same delta.
         self.stopped.index_fill_(0, b, False)
         self.sample[b] = self.to(fork[:, 2]).long()
         self.wants_min[to] = self.wants_min[source]

@@ -158,7 +158,8 @@ def forward(
     ``logits_indices`` None means all tokens.  With ``selects`` the model itself drops the other tokens after its last
     attention.  The result is written to ``out`` unless that is None.  ``run(seam, call, *args)`` calls the attention
     back end and the model; ``seam`` is "attention" or "model"."""
-    # the tensors of a capture serve several runs, and a back end need not clear ``work``
+    # remove the factors of the last run: all runs of a capture share these tensors, and a back end need not clear
+    # ``work``
     step.meta.work.pop(FACTORS, None)
     run("attention", backend.plan, step.meta, key)
     if selects:

@@ -46,7 +46,7 @@ class RunningWeights:
 
     @property
     def parts(self) -> ModelParts:
-        """Return the parts of the served model."""
+        """Return the ``ModelParts`` of the served model, which made and recorded its modules."""
         return self.runner.worker.parts
 
     def answer(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,7 +157,8 @@ class RunningWeights:
         self._close_native()
         try:
             self.runner.native = self.runner.native_steps()
-        except Exception as e:  # such as too little memory
+        # an error here must not end the update of the weights; there may be too little memory, for instance
+        except Exception as e:
             why = describe_error(as_exception(e))
             self.runner.worker.notes.append(f"steps are not captured, they run as separate operations: {why}")
 
