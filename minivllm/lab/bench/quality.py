@@ -71,7 +71,7 @@ class TextScores:
         divergence = np.zeros(len(self.logprobs))
         for row, (p, q) in enumerate(
             zip(reference.logprobs, self.logprobs, strict=True)
-        ):  # row by row, since vocabularies are large
+        ):  # one row of the vocabulary at a time, to limit the memory of float64 copies
             possible = p > -np.inf
             wide = p[possible].astype(np.float64)
             divergence[row] = np.sum(np.exp(wide) * (wide - q[possible]))

@@ -80,7 +80,7 @@ def _read_points(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[
         for point, rows in out.taps.items():
             values[point] = torch.from_numpy(rows)
     fused = generate([LOGITS])
-    # equal first tokens of the fused run and of the run with taps; behind them the logits have different inputs
+    # Count the first tokens in which the fused run and the run with taps agree; later logits have different inputs.
     equal = 0
     while equal < len(tokens) - 1 and fused.tokens[equal] == tokens[equal]:
         equal += 1

@@ -15,12 +15,13 @@ INPUT, ATTENTION, ROUTER, MLP, RESIDUAL = "input", "attention", "router", "mlp",
 EMBEDDING, NORM, LOGITS, TOKEN, FUSED = "embedding", "norm", "logits", "token", "fused"
 # points of a layer in the order of their computation
 OPERATIONS = (INPUT, Q, K, V, Q_NORM, K_NORM, Q_ROPE, K_ROPE, ATTENTION, ROUTER, MLP, RESIDUAL)
+# These points cannot be tapped: q and k are computed again with the weights of the engine's model.
 DERIVED = (
     Q_NORM,
     K_NORM,
     Q_ROPE,
     K_ROPE,
-)  # derived from q and k with the weights of the engine's model instead of being tapped
+)
 # point after a norm -> point before it; a model without the norm has equal values at both
 NORM_OF = {Q_NORM: Q, K_NORM: K}
 _LAYER = re.compile(r"layers\.(\d+)\.(\w+)")

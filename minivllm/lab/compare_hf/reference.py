@@ -47,8 +47,8 @@ RECURRENT = ("linear_attn", "conv")  # layers with a recurrent state have these 
 FUSED = ("qkv_proj", "c_attn", "Wqkv")  # modules whose rows are q, then k, then v
 # module whose rows are, for each head of k and v, the rows of its q heads, then of k and of v
 GROUPED = "query_key_value"
-# (module whose output is compared, sibling that must exist or ""); the first existing module of a layer is used
-# the outputs of Bloom's attention and MLP, and of MPT's MLP, contain the residual
+# (module whose output is compared, sibling that must exist or ""). The first existing module of a layer is used. The
+# outputs of Bloom's attention and MLP, and of MPT's MLP, contain the residual.
 AFTER_ATTENTION = [("post_self_attn_layernorm", ""), ("post_attention_layernorm", "post_feedforward_layernorm")]
 ATTENTIONS = ("self_attention.dense", *SELF_ATTENTION, *RECURRENT)
 MLPS = (
@@ -159,7 +159,7 @@ class Reference:
         self._watch(layer, layer_point(number, RESIDUAL))
         attention = _first(layer, SELF_ATTENTION)
         if attention is None and _first(layer, RECURRENT) is not None:
-            return  # the engine has no points inside of such a layer
+            return  # the engine has no tap points inside of a layer with a recurrent state
         if attention is None:
             for operation in (*PROJECTIONS, Q_NORM, K_NORM, Q_ROPE, K_ROPE):
                 self._miss(operation, layer, SELF_ATTENTION)

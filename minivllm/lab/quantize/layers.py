@@ -146,7 +146,7 @@ class LayerModel:
                     if not self._calls:
                         self._calls = calls
                     elif not all(_same(calls[n], self._calls[n]) for n in calls):
-                        raise self._unusual("receive arguments, beside the hidden states, that depend on the tokens")
+                        raise self._unusual("its layers receive further arguments that depend on the tokens")
         finally:
             place(embedding, "weight", embedding.weight.to("meta"))
         return states
@@ -165,13 +165,13 @@ class LayerModel:
         except _StopForwardError:
             pass
         except Exception as e:
-            raise self._unusual(f"cannot be reached: {describe_error(e)}") from e
+            raise self._unusual(f"its layers cannot be reached: {describe_error(e)}") from e
         if len(stubs.calls) != len(self.layers) or not stubs.in_sequence:
-            raise self._unusual("are not called one after another")
+            raise self._unusual("its layers are not called one after another")
         return dict(stubs.calls)
 
     def _unusual(self, problem: str) -> ModelError:
-        return ModelError(f"layers of {type(self.model).__name__} {problem}; quantizing them is not implemented")
+        return ModelError(f"{type(self.model).__name__}: {problem}; quantizing it is not implemented")
 
     @torch.no_grad()
     def run(self, number: int, hidden: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ def place(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class _Watcher:
-    """Adds up statistics of the tensors that modules read, from forward hooks."""
+    """Adds up statistics of the tensors that modules read, and the module that wrote each of them, in forward hooks."""
 
     def __init__(self) -> None:
         self.found: dict[str, Inputs] = {}  # module -> its inputs; modules with the same input share the object
@@ -249,9 +249,9 @@ class _Watcher:
         self.written: list[tuple[Tensor, str]] = []  # (tensor, module that wrote it)
 
     def before(self, name: str, module: nn.Module, args: Any) -> None:
-        """Create transformers' model with parameters on the meta device and real buffers.
+        """Add the input of a module to its statistics; the forward pre-hook of the wanted modules.
 
-        Raise ModelError if transformers does not support the config.
+        A tensor that several modules read is counted once, and these modules share one ``Inputs``.
         """
         x = args[0]
         first = _name_of(x, self.read)

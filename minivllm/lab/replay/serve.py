@@ -165,7 +165,8 @@ class Counting(Sim):
         super()._join(j)
         self.token[j.slot] = self.trace.answer[j.seed]
         self.request[j.slot] = j.seed
-        new = j.seed[self.joined[j.seed] < 0]  # a preempted request joins again
+        # the step is stored only at the first join: a preempted request joins again
+        new = j.seed[self.joined[j.seed] < 0]
         self.joined[new] = self.steps.step
 
     def _next(self, slots: Column) -> Column:
@@ -204,7 +205,7 @@ class _Tally:
         self.seam: dict[str, float] = {}
 
     def step(self) -> None:
-        """Add the stored steps if the clock is about to overwrite them."""
+        """Add the stored steps to the sums if the clock is about to overwrite them; called once per step."""
         if self.clock.count - self.counted == self.clock.size:
             self.add()
 
@@ -362,7 +363,9 @@ def engine_for(
 def _engine(
     device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, now: Callable[[], float], predictor: Any
 ) -> Engine:
-    """Return an engine with the sizes of a replay."""
+    """Return an engine that plans steps for the counting device of a replay, with the replay's sizes, policy, evictor
+    and predictor.
+    """
     cache = CacheWiring(
         sizes.block,
         sizes.blocks,

@@ -1,10 +1,11 @@
-"""Measure the time of steps of a configuration on this machine.
+"""Measure the time of steps of a configuration on this machine, in these phases::
 
-prefill   prompts of many lengths, alone and several in a step decode    1, 2, 4 ... rows with short and long contexts
-mixed     short and long prompts in a step with any number of decoding rows, and decode steps right after them wake
-prompts after pauses, during which caches become cold and threads sleep traffic   requests that arrive and end at
-random, as on a server, at several loads check     traffic and mixed with another seed, and so other lengths; the fit
-does not use these steps
+    prefill   prompts of many lengths, alone and several in a step
+    decode    1, 2, 4 ... rows with short and long contexts
+    mixed     short and long prompts in a step with any number of decoding rows, and decode steps right after them
+    wake      prompts after pauses, during which caches become cold and threads sleep
+    traffic   requests that arrive and end at random, as on a server, at several loads
+    check     traffic and mixed with another seed, and so other lengths; the fit does not use these steps
 
 The time of a step is measured from one turn of the real engine to the next, so it includes the host's work.
 """

@@ -37,7 +37,7 @@ class Simulated(Counting):
         self.answers = answers
         self.busy = 0.0  # seconds
         self._rows: np.ndarray | None = None  # ``plan.slots`` of the last step, if the next step may repeat it
-        self._at = np.empty(0, np.intp)  # the same slots as an index
+        self._at = np.empty(0, np.intp)  # the slots in ``_rows`` as an index array of numpy's index type
         self._left = 0  # steps until a row ends
         self._ahead = 0  # number of repeated steps that ``known`` does not include
         self._kv = 0  # number of tokens whose KV the last step read

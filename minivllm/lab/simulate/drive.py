@@ -133,7 +133,8 @@ class _Record:
 
     def request(self, i: int, prompt: np.ndarray, due: float, known_length: bool) -> Request:
         """Return request i of the trace, with the length of its answer for the scheduler if ``known_length``."""
-        params = self.params.ending_after(self.lengths[i])  # five times as fast as the checks of new parameters
+        # copies checked parameters, which takes a fifth of the time of making and checking new ones
+        params = self.params.ending_after(self.lengths[i])
         params.seed = i
         params.session = self.trace.session_of(i)
         params.expected_tokens = self.lengths[i] if known_length else None

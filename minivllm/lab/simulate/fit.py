@@ -63,7 +63,7 @@ def _prompt_costs(points: Sequence[Any], seconds: list[float], slopes: list[floa
 
 
 class _Columns:
-    """The counts of all steps, [n] each."""
+    """The counts and the measured seconds of all n steps, as arrays [n], or [n, k] for k counts."""
 
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
         counts = [s.counts for s in steps]
@@ -120,7 +120,9 @@ def _designs(columns: _Columns, rows_at: Sequence[int], tokens_at: Sequence[int]
 
 
 def _design(columns: _Columns, limit: int, rows_at: Sequence[int], tokens_at: Sequence[int]) -> _Design:
-    """Return the design for a limit in tokens; 0 means no limit."""
+    """Return the least-squares problem for the costs of a step, with separate costs up to ``limit`` tokens; 0 means no
+    limit.
+    """
     large = columns.prompts & (columns.tokens > limit)
     small = columns.prompts & ~large
     decodes = ~columns.prompts

@@ -20,7 +20,7 @@ PRESETS: Mapping[str, Mapping[str, float]] = {
         "answer": 129,
         "spread": 0.9,
     },
-    # median prompt 1,500 and median answer 13 tokens, in bursts: the same source
+    # median prompt 1,500 and median answer 13 tokens, in bursts: also Azure's traces of 2023
     "azure-code": {"rate": 2.5, "burst": 6, "turns": 1, "depth": 0, "question": 1500, "answer": 13, "spread": 0.8},
     # mean prompt 12,035 and mean answer 343 tokens, sessions of several turns: the README of Mooncake's traces
     "mooncake-conversation": {
