@@ -213,7 +213,8 @@ class World:
         self.static = static
         self.added = 0  # sequences so far
         self.key = GraphKey()  # of the steps
-        # slot -> spans (first position, position after the last) of tokens that attend to each other
+        # slot -> spans (first position, position after the last); the tokens of a span all attend to each other, as
+        # those of an image
         self.spans: dict[int, tuple[tuple[int, int], ...]] = {}
         self.position_offset = 0  # added to AttnMeta.position, as for a request with a second rotary table
         self.kept: dict[tuple[str, Any], Tensor] = {}  # (field of the metadata, shape) -> tensor

@@ -39,7 +39,7 @@ SLOWER = 3
 NOISE = 3e-5
 TRIES = 3  # number of attempts, one of which must be fast enough, because another process may slow down the others
 BRANCH = st.integers(0, BRANCHES - 1)
-# requests of a few sessions, and None for a request without a session
+# strategy of turns of four sessions, and of None for a request without a session
 TURNS = st.none() | st.builds(
     SessionTurn,
     st.integers(1, 4),

@@ -19,7 +19,7 @@ COLD = 5  # number of sequences that are never used again
 HOT = 6  # number of sequences that are used again
 LENGTH = 4  # blocks of a sequence
 LENGTHS = (*range(1, 31), 36, 45, 50, 64, 65, 80, 100, 129, 200, 300)  # numbers of rounds of the runs
-LONGEST = 1000  # most rounds of a run; a run of the same prompt again and again has five times as many
+LONGEST = 1000  # number of rounds of the longest run; it is five times as large for the runs that repeat one prompt
 HITS = 40_000  # number of lookups of one key; another key has twice as many, which exceeds a 16-bit counter
 
 

@@ -15,7 +15,8 @@ from minivllm.plugins.attention.spec import SDPA
 from minivllm.plugins.sampler.default import DefaultSampler
 
 TARGETS = __name__
-FATAL_CHUNK = 63  # number of tokens of a prompt, more than a preempted sequence of the tests computes again
+# number of tokens of a prompt with a failing step; a preempted sequence of the tests never computes so many again
+FATAL_CHUNK = 63
 
 
 class Faulty(Processor):
@@ -76,7 +77,7 @@ class Unbound(Processor):
         return None
 
     def apply(self, logits, rows, state):
-        raise AssertionError("called without a row")
+        raise AssertionError("apply was called, although no request has a row")
 
 
 class Misshapen(Processor):

@@ -84,9 +84,11 @@ class ModelStates(Conformance):
 
     @since(2, 4)
     def test_rejected_drafts_leave_no_trace_in_a_state(self, tmp_path: Path) -> None:
-        """Check that a step computes accepted drafts again and rejected drafts never.
+        """Check the logits of the drafts and of later tokens when some drafts of a step are accepted and the others
+        rejected.
 
-        No checkpoint may contain drafts. ``StepStates.behind`` is the number of tokens that the state lacks.
+        The recurrent state must contain all accepted drafts and no rejected draft.  A checkpoint must not contain
+        drafts of the step that checks them.
         """
         for name, case, model in self._models(tmp_path):
             want = logits(case.hf, TOKENS)

@@ -63,7 +63,10 @@ def step(weight: Tensor, bits: int, exponent: int = 0, table: Sequence[float] = 
 
 
 def _table_step(weight: Tensor, table: Tensor, group: int) -> Tensor:
-    """Return the distance of neighbouring numbers of a sorted table at each element."""
+    """Return the distance between the two numbers of a sorted table that enclose each element, in the element's unit.
+
+    The table holds weights divided by the largest absolute weight of their group of ``group`` inputs.
+    """
     inputs = weight.shape[1]
     size = min(group or inputs, inputs)
     parts = [part.abs().amax(1) for part in weight.split(size, 1)]

@@ -562,7 +562,9 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             self._check_replay([self.sequences(data, 4) for _ in range(2)])
 
     def _check_replay(self, batches: Sequence[list[SampledSeq]]) -> None:
-        """Capture a graph with the second batch, and replay it with both."""
+        """Capture a call with the values of the second batch, replay it with those of both, and compare with calls
+        outside a graph.
+        """
         slots = np.array([2, 0, 3, 5])
         stage = Stage(self, 6)
         on = np.ones(4, bool)

@@ -274,7 +274,7 @@ STREAMS: Mapping[
 }
 
 
-# streams of other requests that are run with a small cache
+# names of the streams that run with a small cache
 TIGHT = ("ones that leave no room", "ones that take its blocks")
 
 

@@ -303,7 +303,9 @@ class TokenizerConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_missing_directory_raises_an_error_of_minivllm(self) -> None:
-        """Check that a tokenizer that reads files raises a ModelError that names the missing files."""
+        """Check that a missing directory raises a ModelError with a text; a tokenizer that reads no files need not
+        raise.
+        """
         missing = self.path().parent / "no such directory"
         try:
             self.build(TokenizerContext(missing))
