@@ -18,12 +18,15 @@ from . import tokenizer as tok
 from .muon import Optimizer
 from .net import SHAPES, Net, from_hf, hf_config, to_hf
 
-PART = 15_000_000  # largest size of a file in bytes
+PART = 15_000_000  # largest size in bytes of a file of a checkpoint
 HEADER = 100_000  # bytes that are reserved for the header of a part, which is one file of a checkpoint
 
 
 def save(folder: Path, net: Net, optimizer: Optimizer, facts: dict) -> None:
-    """Write a checkpoint.  `facts` are stored with it as JSON."""
+    """Write a checkpoint of a net and its optimizer into a folder, in place of an older one there.
+
+    `facts` are stored with it as JSON.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"net.{name}": parameter.detach() for name, parameter in net.named_parameters()}
     tensors |= {f"state.{name}": tensor for name, tensor in optimizer.state.items()}

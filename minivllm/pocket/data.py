@@ -131,7 +131,9 @@ class Writer:
         return self.chat(messages, text, weight=TEXT)
 
     def short(self) -> Document:
-        """Return a document of any kind without long needle documents."""
+        """Return a document of a random kind; a needle document among them has stories of at most 400 words and
+        signs.
+        """
         kind = self.rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
         if kind == "plain":
             return self.plain()

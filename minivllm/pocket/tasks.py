@@ -88,7 +88,7 @@ def needle(rng: Random, pieces: tuple[int, int] = (2060, 2200), needles: tuple[i
     around = rng.randint(*pieces) - 7 * count - 7
     sentences = _sentences(rng, around)
     depths = sorted((rng.random(), i) for i in range(count))
-    hidden: dict[int, list[str]] = {}  # the needles in front of each sentence
+    hidden: dict[int, list[str]] = {}  # index of a sentence -> the needles in front of it
     for depth, i in depths:
         place = int(depth * (len(sentences) + 1))
         in_front = hidden.setdefault(place, [])

@@ -59,7 +59,10 @@ class TrainedHead(nn.Module):
         self.hidden_norm = nn.Parameter(torch.ones(hidden))
 
     def forward(self, embedding: Tensor, states: Tensor, mask: Tensor) -> Tensor:
-        """Return the states of pairs (rows, length, hidden) of an embedding and the state of the token before."""
+        """Return the head's states (rows, length, hidden).
+
+        Each place of a row has the embedding of a token, and in ``states`` the state of the token before.
+        """
         body = self.body
         eps = body.shape.eps
         embedding = rms_norm(embedding, self.embedding_norm, eps)
