@@ -56,12 +56,12 @@ class Forced:
         self.chosen = False
         self.facts: dict[str, float] = {}
 
-    def __call__(self, own: Any, sizes: Any, tokens: int) -> bool:
+    def __call__(self, own: Any, sizes: Any, tokens: int, others: int = 0) -> bool:
         if self.forced is not None:
             return self.forced
         self.facts = {"load": self.choice.seconds_to_load(sizes), "tokens": tokens}
         self.facts["compute"] = tokens * (self.choice.token_seconds or 0.0)
-        self.chosen = self.real(own, sizes, tokens)
+        self.chosen = self.real(own, sizes, tokens, others)
         return self.chosen
 
 
