@@ -39,6 +39,7 @@ import numpy as np
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.executor import Capacity
 from minivllm.core.interfaces.plan import LENGTH, StepPlan, StepResult
+from minivllm.core.timing import StartTimes
 from minivllm.device.worker import runner
 from minivllm.plugins.executor import multiprocess, process, process_worker
 
@@ -79,6 +80,7 @@ class ClockRunner:
 
     def __init__(self, wiring) -> None:
         self.wiring, self.device = wiring, SimpleNamespace(type="clock")
+        self.worker = SimpleNamespace(times=StartTimes())
         self.device_s, self.launch_s = (float(os.environ[name]) / 1e6 for name in (DEVICE_US, LAUNCH_US))
         self.free_at = 0.0
         self.end = np.zeros(wiring.max_num_seqs + 1, np.int32)

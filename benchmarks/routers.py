@@ -1,6 +1,6 @@
 """Compare routers on a trace: prefix hits of N replicas against one large cache, and times to the first token.
 
-    python benchmarks/routers.py TRACE [--replicas 4] [--blocks 2000,8000,30000] [prefix round-robin ...]
+    python benchmarks/routers.py TRACE [prefix round-robin ...] [--replicas 4] [--blocks 2000,8000,30000]
 
 The routers are those of the server.  A replica computes ``--speed`` prompt tokens a second, one prompt after the other,
 and a request runs ``--tpot`` seconds for each output token after that.  Hits are counted by the cache simulator
