@@ -112,8 +112,8 @@ def test_a_block_size_that_the_spec_supplies_must_be_one_that_it_supports(packag
     with pytest.raises(PluginError) as info:
         minivllm.explain(**CPU, attention="flash")
     assert str(info.value) == (
-        f"attention 'acme/flash' (acme 1.0, entry point 'acme_size:{name}'): the block size was left open, and "
-        f"its spec does not support {whose}: block: expected {block}, supports multiples of 48"
+        f"attention 'acme/flash' (acme 1.0, entry point 'acme_size:{name}'): the configuration sets no block size, and "
+        f"the plug-in's spec does not support {whose}: block: expected {block}, supports multiples of 48"
     )
     assert minivllm.explain(**CPU, attention="flash", kvcache_block_size=96).error is None
 

@@ -221,8 +221,8 @@ def test_batch_invariant_is_asked_of_model_quantizer_and_attention_and_closed_by
 
 
 @pytest.mark.parametrize("device, options, message", [
-    (replace(GPU, sm=89), {}, "its product is made for compute capability 9.0 to 11, and a GPU has 8.9"),
-    (replace(GPU, sm=120), {}, "its product is made for compute capability 9.0 to 11, and a GPU has 12.0"),
+    (replace(GPU, sm=89), {}, "its matrix product needs a GPU of compute capability 9.0 to 11, and a GPU has 8.9"),
+    (replace(GPU, sm=120), {}, "its matrix product needs a GPU of compute capability 9.0 to 11, and a GPU has 12.0"),
     (replace(GPU, sm=0), {}, "and a GPU has none; use such a GPU, or device=cpu"),
     (GPU, {"fuse": False}, "batch_invariant=true with fuse=false: torch's products depend on the number of rows"),
     (GPU, {"tensor_parallel_size": 2}, "batch_invariant=true with tensor_parallel_size=2: .* set tensor_parallel"),

@@ -250,7 +250,7 @@ def test_a_pool_a_batch_and_an_executor_that_cannot_hold_a_pair_refuse_it():
         request(sim_engine(strategy=Guidance(), slots=1), "a", [1], guidance_scale=2.0, max_tokens=2)
     engine = sim_engine(strategy=Guidance())
     engine.capacity = type(engine.capacity)(*[getattr(engine.capacity, f) for f in ("blocks", "block_bytes")], 50, 0, 0)
-    with pytest.raises(RequestError, match="the executor SimExecutor serves no guides"):
+    with pytest.raises(RequestError, match="the executor SimExecutor does not support guides"):
         request(engine, "a", [1], guidance_scale=2.0, max_tokens=2)
 
 

@@ -30,7 +30,7 @@ FACTS = {
     "spans": [{"kind": "system", "tokens": 6}, {"kind": "tool", "tokens": 4}],
 }  # fmt: skip
 WRONG = [
-    (3, "of int: expected Session or a mapping"),
+    (3, "has the type int; expected Session or a mapping"),
     ({}, "the id is missing"),
     ({"id": ""}, "id=''.*1 to 256 printable"),
     ({"id": "x" * 257}, "1 to 256 printable"),

@@ -110,7 +110,7 @@ def test_a_plugin_that_is_not_there_is_told(capsys):
         "minivllm: error: No plug-in is called 'lur'. Did you mean 'lru'? `minivllm plugins` lists them.\n"
     )
     assert main(["plugins", "show", "evictor"]) == 4
-    wanted = "minivllm: error: 'evictor' is a seam; `minivllm plugins evictor` lists its plug-ins.\n"
+    wanted = "minivllm: error: 'evictor' is a kind of plug-in; `minivllm plugins evictor` lists the plug-ins.\n"
     assert capsys.readouterr().err == wanted
     assert main(["plugins", "check", "lru", "fcfs"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["result", "ok", "ok"]

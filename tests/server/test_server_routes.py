@@ -108,7 +108,7 @@ def test_only_operators_get_routes(running):
     ("body", "text"),
     [
         ({"routes": {"reads": 1}}, "unknown field 'reads'"),
-        ({"routes": [1]}, "routes of list"),
+        ({"routes": [1]}, "routes has the type list"),
         ({"routes": {"pruned": [9]}}, "there is no expert 9"),
         ({"routes": {"pruned": {"9" * 5000: [1]}}}, "expected numbers of experts"),
         ({"routes": {"pruned": {"1": [0], "01": [2]}}}, "expected numbers of experts"),

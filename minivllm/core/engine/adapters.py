@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 VERB = "adapters"  # of ``Executor.call``
 POLL = 2e-3  # seconds between two checks of the running loads while steps run
-# first column of a row of ``Delta.adapter`` that frees an adapter's host memory instead of filling
-# a place on the device
+# Value of the first column of a row of ``Delta.adapter`` that frees an adapter's host memory.  In other
+# rows this column is the place on the device to which the adapter is copied.
 FREE = -1
 
 
@@ -254,12 +254,12 @@ class EngineAdapters:
         wanted = dict.fromkeys((*self.waits.values(), *preloads))
         for adapter in wanted:
             if adapter.state == NEW and not self._order(adapter):
-                return  # host memory is full, so the later adapters are not ordered either
+                return  # host memory is full, so the loads of the later adapters are not ordered either
         self.leaving = None
 
     def _order(self, adapter: Adapter) -> bool:
-        """Order the load of an adapter into host memory, and return True.  Return False if every adapter there is in
-        use, so that none can be removed for it."""
+        """Order the load of an adapter into host memory, and return True.  Return False if host memory is full of
+        adapters in use, so that none can be removed for the new one."""
         if self.host.full:
             victim = self.host.evict(
                 lambda one: bool(one.users) or one.place >= 0 or one.state == LOADING

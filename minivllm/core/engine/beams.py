@@ -232,7 +232,7 @@ class Beams:
             )
             found += [Kept(tail, None, cut) for tail in tails[: n - len(found)]]
         elif not found:
-            raise ValueError("it ended without an output")
+            raise ValueError("the search ended without an output; expected at least one")
         return found
 
     # ---- changes by the planner --------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from .evicted import InfoRow
     from .request import Seq
 
-# Each salt has a root number. When more salts than this are stored, those without a cached block
-# are removed.
+# Each salt of requests has a root number. When more than MAX_ROOTS salts are stored, those without
+# a cached block are removed.
 MAX_ROOTS = 65536
 # largest number of cached blocks with the same parent and first token that ``partial`` compares,
 # youngest first
@@ -71,8 +71,9 @@ def owner_of(salt: Salt) -> int:
 
 
 def _within(lookups: Mapping[int, int], first: int, end: int) -> int:
-    """Count the blocks that lookups reached at the depths ``first`` to ``end`` - 1 of a prompt.  ``lookups`` maps a
-    length of a lookup in blocks to the count of lookups with this length."""
+    """Return how many blocks lookups reached in total at the depths ``first`` to ``end`` - 1 of a prompt.
+
+    ``lookups`` maps a length of a lookup in blocks to the count of lookups with this length."""
     blocks = 0
     for depth, n in lookups.items():
         blocks += n * max(0, min(depth, end) - first)
@@ -492,7 +493,7 @@ class BlockPool:
         keys = self._tell("victims", n)
         if len(keys) != n:
             raise EngineDeadError(
-                f"evictor {type(self.evictor).__name__} gave {len(keys)} victims of {n} wanted: it loses keys"
+                f"evictor {type(self.evictor).__name__} returned {len(keys)} keys of blocks to evict; expected {n}"
             )
         for key in keys.tolist():
             block = self.index.get(key)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 Count = TypeVar("Count", int, np.ndarray)  # one number of tokens or blocks, or an array of them
-# largest number of keys that ``hints`` watches in the pool, in addition to four per sequence
+# ``KVCache.hints`` watches at most so many keys of blocks, and four more per waiting sequence.
 MAX_WATCHED = 8192
 
 
@@ -83,7 +83,8 @@ class KVCache:
         self.compactions: list[Compaction] = []
         # compressions whose kept tokens the last delta asked the device to return
         self.read: list[Compaction] = []
-        self.watched = 0  # at most so many sequences are in ``pools[0].watch``
+        # upper bound of the count of entries in ``pools[0].watch`` (keys that clear stored hints)
+        self.watched = 0
         # whether a cached block with equal content replaced a row's block since the last call of
         # ``changes``
         self.duplicates = False
@@ -167,7 +168,7 @@ class KVCache:
         leaders = [lead.follower_of(block) for block in chain.tolist()]
         following = []
         for pool in self.pools[1:]:
-            # as many results as ``rows``, the shortest of the three
+            # ``map`` ends with ``rows``, its shortest argument, so there is a result for each block
             found = map(pool.follow, keys, leaders, rows)
             following.append(np.array(list(found), np.int32))
         for n in range(len(chain), 0, -1):
@@ -209,7 +210,8 @@ class KVCache:
         elif self.checkpoints is not None:
             blocks = [self._state_hint(seq, self.checkpoints) for seq in seqs]
         else:
-            # many keys are watched for sequences that have left the queue
+            # With too many watched keys, all are dropped, because most belong to sequences that
+            # have left the queue.
             if self.watched > MAX_WATCHED + 4 * len(seqs):
                 for key in list(self.pools[0].watch):
                     self.pools[0].void(key)
@@ -543,7 +545,8 @@ class KVCache:
             one.computed = int(s.computed[slot])
             s.blocks[g, slot] = len(after)
             s.dropped[g, slot] += one.stored - one.kept
-            # behind all blocks: no later block of the row enters the prefix cache
+            # The row counts as published up to the end of its table, so that no later block of it
+            # enters the prefix cache.
             s.prefix_published[slot] = s.table.shape[2]
             self.compactions.append(one)
             self.duplicates = True

@@ -41,7 +41,7 @@ def walk_row(lead: BlockPool, s: Slots, slot: int) -> None:
     published = s.table[0, slot, : s.prefix_published[slot]]
     for i, block in enumerate(published.tolist()):
         if not lead.published(block):
-            # not in the prefix cache because of a collision of keys, and so are all later blocks
+            # A collision of keys kept this block out of the prefix cache, and so all later blocks too.
             break
         where = f"slot {slot}: block {i}"
         tokens = s.tokens[slot, i * s.block : (i + 1) * s.block]

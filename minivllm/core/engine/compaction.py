@@ -23,8 +23,8 @@ class Compaction:
     kept: int
     blocks: np.ndarray  # i32 block table of the row before the compression
     used: int  # how many of ``blocks`` hold tokens; the rest is reserved for later tokens
-    # For each block that the kept tokens need, bool: no other row and no cached prefix uses this
-    # block of the row.
+    # bool for each of the row's first blocks, as many as the kept tokens need: True if no other row
+    # and no cached prefix uses the block, so that kept tokens can be written to it
     own: np.ndarray
     # i32 blocks that the row releases when the compression is sent to the device
     retired: np.ndarray = field(default_factory=nothing())

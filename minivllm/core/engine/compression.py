@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from .request import Request, Seq
     from .slots import Slots
 
-BUDGET = "kv_budget"  # name of the request parameter
+# request parameter: the number of tokens to keep in the KV cache, or below 1 the share of the prompt
+BUDGET = "kv_budget"
 
 
 class CompressingPlanner(Protocol):
@@ -216,8 +217,8 @@ class Compression:
         return bool(publishes or s.forking[slot])
 
     def _tokens_to_keep(self, seq: Seq, computed: int) -> int:
-        """Return the number of tokens that a row keeps when it has ``computed`` tokens.  A recorded compression is
-        repeated."""
+        """Return the number of tokens that a row keeps when it is compressed at ``computed`` tokens.  If it was
+        compressed at this point before a preemption, the number of that time is returned."""
         recorded = seq.compressions.get(computed)
         if recorded is not None:
             return recorded
@@ -233,8 +234,9 @@ class Compression:
         return min(self._next_regular(seq.request, computed), next_recorded(seq, computed))
 
     def _next_regular(self, request: Request, computed: int) -> int:
-        """Return at which number of computed tokens, above ``computed``, the next compression is due that does not
-        depend on memory pressure; NEVER without one."""
+        """Return the number of computed tokens, above ``computed``, at which the next regular compression is due.
+
+        Compressions under memory pressure are not considered.  NEVER means that no further one is due."""
         first = request.first_compression
         if not request.keep:
             return NEVER

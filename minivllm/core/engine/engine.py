@@ -157,7 +157,7 @@ class Engine:
         self._seeds = random.Random(wiring.seed)
 
     def _planner(self, parts: EngineParts) -> Planner:
-        """Build the planner with the scheduling policy."""
+        """Return a new planner with the scheduling policy and the other components that plan steps."""
         wiring = self.wiring
         return Planner(
             self.slots,
@@ -176,8 +176,8 @@ class Engine:
         )
 
     def _cache(self, parts: EngineParts, caching: CacheOptions) -> KVCache:
-        """Build the KV cache with one block pool per KV group, and with checkpoints if the model has recurrent
-        states."""
+        """Return a new KV cache with one block pool per KV group, with checkpoints if the model has recurrent states,
+        and with the configured storage tiers if prefixes are cached."""
         pools = [self._pool(g, parts.evictor) for g in range(len(caching.windows))]
         count = self.capacity.checkpoints
         checkpoints = None
@@ -395,7 +395,8 @@ class Engine:
     @alone
     def step(self) -> bool:
         """Plan, submit and collect one step of the loop.  Return False if nothing could be planned and nothing was in
-        flight (see ``idle``).  A fault of the executor or the cache ends the engine."""
+        flight (see ``idle``), or if the engine is paused or asleep.  A fault of the executor or the cache ends the
+        engine.  EngineDeadError if the engine has ended before."""
         if self.dead:
             raise EngineDeadError(self.dead)
         if self.weights.held:
@@ -493,7 +494,7 @@ class Engine:
         more steps than are in flight."""
         due = [flight.plan for flight in itertools.islice(self.in_flight, len(found))]
         if len(found) > len(due):
-            raise ValueError(f"it collected {len(found)} steps where {len(due)} are in flight")
+            raise ValueError(f"collect() returned {len(found)} steps but {len(due)} are in flight")
         at = self.capacity
         return [checks.result(result, plan, at) for result, plan in zip(found, due, strict=True)]
 

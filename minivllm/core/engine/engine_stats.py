@@ -67,7 +67,7 @@ def engine_stats(engine: CountedEngine) -> dict[str, Any]:
 
 
 def loading(engine: CountedEngine) -> int:
-    """Count the sequences that wait until their LoRA adapter or their KV pages from a tier are loaded."""
+    """Return how many sequences wait until their LoRA adapter, or their KV pages from a storage tier, are loaded."""
     n = 0
     for part in (engine.cache.tiers, engine.adapters):
         if part is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Flight:
-    """A step in flight, with its plan and what the columns of its rows' slots held at the time of the plan."""
+    """A step in flight: its plan, and copies of some columns of its rows' slots, made when the step was planned."""
 
     plan: StepPlan
     slots: np.ndarray  # i64 [R] slot of each row of the plan

@@ -43,7 +43,10 @@ def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
             raise RequestError(what, name)
     if not engine.capacity.guides:
         who = f"the executor {type(engine.executor).__name__}"
-        raise RequestError(f"{guide.param}: {who} serves no guides; use another one", guide.param)
+        raise RequestError(
+            f"{guide.param}: {who} does not support guides (second rows that steer sampling); use another executor",
+            guide.param,
+        )
     if engine.wiring.max_num_seqs < 2:
         raise RequestError(
             f"{guide.param} takes two rows; expected max_num_seqs of at least 2"

@@ -97,7 +97,7 @@ class Images:
 
     def _content(self, salt: tuple[str, ...], image: PreparedImage) -> Content:
         """Return the content of an image for requests with this salt, a new one if there is none, and mark it as the
-        most recently requested."""
+        most recently requested.  RequestError if the engine has used up all numbers of contents."""
         key = salt, image.digest
         content = self.contents.get(key)
         if content is None:
@@ -249,9 +249,9 @@ class Images:
     def encode_next(self, slots: Slots, budget: int) -> None:
         """Request the features of the next images of the sequences in slots, before a step reads them.
 
-        The images have at most ``budget`` and ``MOST_AHEAD`` tokens, except that a single image may have more.  While
-        several sequences wait for features, half of them but at most MOST_AT_ONCE may have as many tokens each: the
-        rows that decode wait as long in sum, in fewer steps.
+        Together the images have at most ``budget`` tokens, and at most MOST_AHEAD times half the number of sequences
+        that wait for features.  This factor is at least 1 and at most MOST_AT_ONCE.  A single image may have more.
+        Encoding images of several sequences in one step delays the decoding rows as long in sum, but in fewer steps.
         """
         waiting = sum(
             self.encoded_tokens(seq, int(slots.computed[seq.slot])) < NUMBERS for seq in self.held
@@ -304,7 +304,7 @@ class Images:
         return np.where(tokens >= self.vocab, np.int32(self.wiring.facts.token), tokens)
 
     def stats(self) -> dict[str, Any]:
-        """Return the figures of ``Engine.stats``."""
+        """Return the entries of ``Engine.stats`` about images: counters, and bytes of features."""
         figures = {
             "encoded": self.encoded,
             "reused": self.reused,

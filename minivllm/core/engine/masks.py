@@ -58,7 +58,8 @@ class _Ends:
         that would allow no token otherwise the ids stay allowed."""
         for which, rows, words, ends in self.kinds:
             allowed = mask[rows[:, None], words]
-            # Few rows allow one of the ids, so only these rows are checked for other tokens.
+            # Most masks forbid these ids already. Only the rows that allow one of them are changed, and
+            # restored if they would allow no token.
             for i in np.flatnonzero((allowed & ends).any(axis=1) & among[which]).tolist():
                 row = mask[rows[i]]
                 row[words] = allowed[i] & ~ends
@@ -102,7 +103,7 @@ class _Late:
                 seq.matcher = plugin.start(seq.request.grammar)
                 seq.matched = len(seq.request.prompt)
                 if seq.matcher is None:
-                    raise ValueError("start() gave None; expected a matcher")
+                    raise ValueError("Grammar.start() returned None; expected a matcher")
         self.matchers = [seq.matcher for seq in self.seqs]
         self.matched[:] = [seq.matched for seq in self.seqs]
 

@@ -91,8 +91,8 @@ def admit(
         chunks |= new
     full = len(s.free) <= p.reserved or not p.cache.available
     p.unplaced = p.n_waiting > 0 and (refused is not None or full)
-    # With ``placeless``, an adapter had no place on the device. Preempting a row would not help,
-    # because other rows use its adapter too.
+    # ``placeless`` means that device memory for an adapter or for images was missing. Preempting one
+    # row would not free it, because other rows may use the same adapter or images.
     if p.shared and p.n_waiting and p.stuck is None and not p.placeless:
         p.stuck = who_is_stuck(p, refused)
 

@@ -6,7 +6,7 @@ name the same owner.
 * *Turns.*  The queue has a lane for each owner, unless the policy divides it itself.  The owner with
   the fewest rows is next, among equals the owner served longest ago.  The policy orders the sequences of each owner.
 * *Shares.*  A step's prompt tokens are divided evenly among the owners with prompts to compute.  The rest of a share
-  goes to the others.
+  goes to the other owners.
 * *A row each.*  If no row or no blocks are free for an owner without a row, the owner with most rows loses one row per
   step.  It is preempted as for a lack of blocks, and its tokens are kept.
 
@@ -89,15 +89,15 @@ class OwnersPlanner(Protocol):
 
 
 def owner_count(slots: Slots, prefilling: np.ndarray, heads: Iterable[Seq]) -> int:
-    """Count the owners that have prompt tokens to compute: the owners of the running rows in the slots ``prefilling``
-    i64 [R], and of the first waiting sequences."""
+    """Return the number of owners that have prompt tokens to compute: those of the running rows in the slots
+    ``prefilling`` i64 [R], and of the first waiting sequences ``heads``."""
     return len(
         {*slots.owner_number[prefilling].tolist(), *(seq.request.owner_number for seq in heads)}
     )
 
 
 def rows_of(slots: Slots) -> Counter[int]:
-    """Count the running rows of each owner, by owner number."""
+    """Return the number of running rows of each owner, by owner number."""
     return Counter(slots.owner_number[slots.running].tolist())
 
 
@@ -143,7 +143,7 @@ def candidates(planner: OwnersPlanner, now: float, parts: OwnerShares | None) ->
             yield first
         return
     lines = queue.lines(p.policy.window)
-    # The policy orders each owner's sequences separately, so no owner waits for another's order.
+    # The policy orders the sequences of each owner in a call of its own.
     if turns and p.orders:
         rows = rows_of(p.slots)
         lines = sorted(lines, key=lambda line: rows[line[0][2].request.owner_number])[:REQUESTED]
@@ -218,6 +218,6 @@ def who_is_stuck(planner: OwnersPlanner, refused: Seq | None) -> Seq | None:
     if len(s.free) > planner.reserved or s.cooling:
         return None
     found = (seq for seq in planner.waiting.heads() if not rows[seq.request.owner_number])
-    # the policy may still not admit it, so a row is preempted for it only once
+    # The policy may still not admit this sequence, so only one row is ever preempted for it.
     seq = next(found, None)
     return None if seq is None or seq.id == planner.way_for else seq

@@ -18,8 +18,8 @@ CONTEXT = 1024
 PRIOR = (
     0.05,
     256.0,
-    # weight of this assumption: as a share of the measured weight, and as a distance in keys from the
-    # mean context
+    # weight of the assumption that a key costs 1 / CONTEXT of a token: as a share of the weight of the
+    # measurements, and as a distance in keys from the mean context
 )
 
 
@@ -37,7 +37,8 @@ class Pace:
         self.each = 0.0
         self.key = 0.0
         self.mean = 0.0  # mean seconds per token of the recent steps
-        self._bound = self.reach  # number of tokens of a step of full size
+        # number of tokens of a full step; a step with fewer tokens counts less in the measurements
+        self._bound = self.reach
         # sums over the steps so far, newer ones with more weight, of 1, x, y, x x and x y; x is the
         # context and y the seconds per token
         self._sums = np.zeros(5)
@@ -52,7 +53,7 @@ class Pace:
         weight = min(tokens / self._bound, 1.0)
         self._sums = self._sums * KEPT**weight + weight * np.array((1.0, x, y, x * x, x * y))
         n, sx, sy, sxx, sxy = self._sums.tolist()
-        # the assumption before measurements is key = each / CONTEXT
+        # The prior assumption is that a key costs as much as 1 / CONTEXT of a token: key = each / CONTEXT.
         far = PRIOR[0] * n * PRIOR[1] ** 2
         a = n + far / CONTEXT**2
         b = sx - far / CONTEXT

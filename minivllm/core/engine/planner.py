@@ -109,8 +109,8 @@ class Planner:
         self.shared = False  # whether at least one request has an owner (see ``owners``)
         # a waiting sequence whose owner has no row, and for which the last plan had no room
         self.stuck: Seq | None = None
-        # whether the last sequence that could not enter lacked a place for its adapter, or memory
-        # for its images
+        # whether the last sequence that could not enter a slot lacked device memory for its LoRA
+        # adapter or for its images, instead of blocks
         self.placeless = False
         # id of the last sequence for which a row was preempted (see ``owners.make_way``)
         self.way_for = -1
@@ -120,7 +120,8 @@ class Planner:
         self._read_policy(policy)
 
     def _add_changes(self) -> None:
-        """Add the lists of changes since the last plan, and the sequences that left their slots."""
+        """Create the empty lists that record changes for the next plan, and the dict of the sequences that leave
+        their slots while a step with them is in flight."""
         # serial number of a stay in a slot -> the sequence, which has left the slot while steps
         # with it are in flight
         self.departed: dict[int, Seq] = {}
@@ -618,7 +619,7 @@ class Planner:
             s.ready[speculating] = False
         if len(draft):
             mine = at[drafts]
-            # an upper bound, which ``Publisher._take_back`` lowers
+            # The count includes all drafts as if accepted; ``Publisher._take_back`` lowers it.
             s.known[mine] = s.schedulable[mine] = after[drafts] + 1
             # if a slot appears several times, its last row counts
             s.slack[mine] = (s.slack[at] + draft)[drafts]

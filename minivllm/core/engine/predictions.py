@@ -34,7 +34,8 @@ class Predictions:
         self.made = self.failed = self.number = 0
         self.error: str | None = None  # the last failure
         self.ended_requests = 0  # count of ended requests whose length was predicted
-        self.log_errors = 0.0  # sum of |ln(predicted / true length)| over these requests
+        # sum of |ln(predicted / true length)| over the ended requests with a prediction
+        self.log_errors = 0.0
         own = type(predictor)
         self.learns_steps = own.stepped is not Predictor.stepped
         self.learns_lengths = own.ended is not Predictor.ended
@@ -152,7 +153,7 @@ def begin_prediction(predictions: Predictions | None, request: Request) -> None:
 
 
 def note_step(predictions: Predictions | None, plan: StepPlan, ms: float) -> None:
-    """Report the time of a finished step if there is a predictor."""
+    """Report the time ``ms`` of a finished step to the predictor plug-in, if there is one."""
     if predictions is not None:
         predictions.stepped(plan, ms)
 

@@ -61,7 +61,7 @@ class Pressure:
         can &= (s.known[rows] - s.computed[rows] <= 1) & (s.end[rows] - s.computed[rows] > 3)
         freed = [(self._freed(s, cache, slot), slot) for slot in rows[can].tolist()]
         freed = [(blocks, slot) for blocks, slot in freed if blocks.max() > 0]
-        # rows that free the most blocks are last, and the newest of equals
+        # The row that frees the most blocks is last; among equal rows the newest is last.
         freed.sort(key=lambda found: (int(found[0].sum()), int(s.id[found[1]])))
         while freed and short.max() > 0:
             blocks, slot = freed.pop()

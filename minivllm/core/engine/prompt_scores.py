@@ -46,8 +46,8 @@ def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
     raw = [name for name in p.changed_parameters() if name != "temperature" or not p.greedy]
     if request.beams is not None and raw and wiring.logprobs_mode == "raw_logprobs":
         raise RequestError(
-            f"{raw[0]} has no part in the model's own log-probabilities, by which branches are ranked; leave it out, "
-            "or set the engine's logprobs_mode to 'processed_logprobs'",
+            f"{raw[0]} does not change the model's raw log-probabilities, by which the beams are ranked; leave it "
+            "out, or set the engine's logprobs_mode to 'processed_logprobs'",
             raw[0],
         )
 

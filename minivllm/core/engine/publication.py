@@ -81,7 +81,7 @@ def publish_tail(cache: KVCache, slot: int, seq: Seq) -> None:
     cache.tails.cached()
     salt = seq.request.salt
     tokens = s.tokens[slot, :done]
-    # computes the keys that are missing: a branch has none yet
+    # This call computes the missing keys of the full blocks; a forked branch has no keys yet.
     keys = lead.keys_of(tokens[: i * size], salt, seq.keys)
     row = np.full(size, -1, np.int32)
     row[:part] = tokens[i * size :]
@@ -131,8 +131,8 @@ def _publish_index(
 ) -> bool:
     """Publish the blocks at index ``i`` of a row's tables in all KV groups, with the token ids ``row`` i32 [block].
 
-    Return False if the block of the leading group or its parent stays unpublished.  No block can then have it as
-    parent."""
+    Return False if the block of the leading group or its parent stays unpublished.  The row's later blocks then stay
+    unpublished too, because a published block needs a published parent."""
     lead = cache.pools[0]
     parent = _parent_of(cache, slot, i, salt)
     if parent is None:

@@ -152,7 +152,8 @@ class Publisher:
         self._note_first_tokens(mine[pos == s.prompt[mine]], now)
         length = pos + 1
         s.collected[mine] = length
-        s.ready[mine] |= s.known[mine] == length  # otherwise a later step with the row is in flight
+        # A row with more known tokens has a later step in flight, so it does not become ready here.
+        s.ready[mine] |= s.known[mine] == length
         self.tokens += len(mine)
         guided = flight.plan.guided
         # A guide (a row that steers another one) draws the same token, which is counted once.

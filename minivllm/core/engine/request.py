@@ -203,7 +203,8 @@ class Request:
     answer: list[Seq] = field(default_factory=list)
     on_done: Any = None  # on_done(request), called when the request has ended
     taps: tuple[Tap, ...] = ()  # named tensors of the model that the client reads or changes
-    # the same taps by numbers, with expert routes; None without any
+    # the taps and expert routes in the engine's form, with numbers of tap points; None if the request
+    # has neither
     tapped: RequestTaps | None = None
     # For embedding requests: adds up the hidden states of the prompt (``pooling.Pooling``).  None
     # for requests that generate tokens.

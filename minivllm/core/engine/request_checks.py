@@ -145,7 +145,7 @@ def check_read(
 class Binder(NamedTuple):
     """A logits processor or the sampler, which receives the parameters of each new request once (``bind``)."""
 
-    seam: str  # name under which the time of its calls is counted
+    seam: str  # name under which the time of the plug-in's calls is counted
     name: str
     made: Processor
     columns: Mapping[str, Column]
@@ -206,7 +206,7 @@ def binders(processors: Processors) -> list[Binder]:
 
 def host_draw(engine: Intake, seq: Seq) -> Any:
     """Return the function that draws the tokens of a sequence on the host, or None if its request has no
-    ``logits_processors``."""
+    ``logits_processors``.  RequestError if this engine cannot run them."""
     functions = seq.request.params.logits_processors
     sampler = cast("Sampler", engine.processors[-1][1])
     if not functions:
@@ -228,7 +228,8 @@ def prepare(engine: Intake, request: Request) -> list[Branch]:
     check_prompt(request, engine.wiring, engine.capacity.vocab_size, engine.cache, compression)
     if p.structured_outputs is not None and request.grammar is None:
         raise RequestError(
-            "structured_outputs: nobody has compiled them for this request", "structured_outputs"
+            "structured_outputs: the grammar was not compiled before the request was added",
+            "structured_outputs",
         )
     constrained = request.grammar is not None
     request.stops = StopRule.of(p, engine.eos_ids, len(request.prompt), request.end, constrained)

@@ -70,7 +70,7 @@ def check_routes(params: Any, end: int, capacity: Capacity, model: str) -> Reque
     layers = expert_layers(capacity.taps or {})
     if not layers:
         raise RequestError(
-            f"{NAME}: the model {model} with this executor names no points of experts; leave the parameter out",
+            f"{NAME}: the model {model} with this executor has no tap points of experts; leave the parameter out",
             NAME,
         )
     if len({(layer.experts, layer.chosen) for layer in layers}) > 1:
@@ -86,7 +86,10 @@ def check_routes(params: Any, end: int, capacity: Capacity, model: str) -> Reque
 
 
 def _pruned_vectors(params: RouteParams, layers: list[ExpertLayer]) -> dict[int, np.ndarray]:
-    """Return a vector f32 [experts] for each router with pruned experts: -inf for these, 0 for the others."""
+    """Return a vector f32 [experts] for each router with pruned experts, by the number of its tap point.
+
+    It is -inf for pruned experts and 0 for the others.  RequestError for an unknown layer or expert, and if fewer
+    experts remain than a token uses."""
     pruned: Mapping[Any, Sequence[int]] | Sequence[int] = params.pruned
     if not isinstance(pruned, Mapping):
         pruned = {str(i): pruned for i in range(len(layers))} if pruned else {}

@@ -59,7 +59,8 @@ class Slots:
         self.special = 0
         self.watched = 0  # rows with ``watch``
         self.timed = 0  # rows with ``tpot``
-        self.paired = 0  # count of rows that are a guide or have one
+        # count of rows that are a guide (a row that steers the sampling of another one) or have one
+        self.paired = 0
         self.tapping = 0  # rows with taps
         self.pooling = 0  # rows with ``pooled``
         self._add_request_columns(size, max_len)
@@ -84,7 +85,7 @@ class Slots:
         self.prompt_topk = np.full(size, -1, np.int32)
         # number that stands for the owner of the row's request; 0 without an owner (see ``owners``)
         self.owner_number = np.zeros(size, np.int32)
-        # number of tokens that the client has or has received, the prompt included
+        # prompt length plus the count of generated tokens that were sent to the client
         self.emitted = np.zeros(size, np.int32)
         # slot of the row's guide, or of the row that it guides, or -1 (see ``guides``)
         self.partner = np.zeros(size, np.int32)
@@ -116,7 +117,8 @@ class Slots:
         self.watch = np.zeros(size, bool)
         # whether log-probabilities of the row's tokens are returned
         self.scored = np.zeros(size, bool)
-        self.leads = np.zeros(size, bool)  # whether the row has a guide
+        # whether the row has a guide (another row that steers its sampling)
+        self.leads = np.zeros(size, bool)
         # whether the request reads or changes tensors of the model
         self.tapped = np.zeros(size, bool)
         # whether the request is for an embedding: it pools hidden states and draws no token

@@ -38,7 +38,7 @@ log = logging.getLogger("minivllm")
 # number of steps of a trial; the first one is not timed, because the step before it was planned
 # otherwise
 TRIES = 8
-# steps without drafts before the next trial: of the first wait, and of the longest
+# count of steps without drafts between two trials of speculation: after the first trial, and at most
 FIRST_WAIT, MOST_WAIT = 32, 512
 RENEW = 512  # after so many steps with drafts, steps without drafts are timed again
 LAST_STEPS = 15  # the time of steps is the median of so many newest ones
@@ -98,7 +98,7 @@ class Class:
         # for each draft number: share of the rows whose draft with this number, and all drafts
         # before it, were accepted
         self.shares = np.zeros(self.most)
-        # for each draft number: count of steps in which this share was measured
+        # for each draft number: count of steps in which the share of accepted drafts was measured
         self.observed = np.zeros(self.most, np.int64)
 
     def tokens(self, k: int) -> float:
@@ -227,7 +227,7 @@ class Speculation:
     failed: str = ""  # error message of a drafter that failed and is not called any more
     steps: int = 0
     rows: int = 0  # count of rows with drafts in all steps
-    tokens: int = 0  # count of tokens that these rows received
+    tokens: int = 0  # count of tokens that the rows with drafts received in all steps
     ahead: bool = False  # whether a row may have drafts while another step with it is in flight
     classes: dict[StepClass, Class] = field(default_factory=dict)
 
@@ -295,7 +295,8 @@ class Speculation:
         """Return the number of drafts i32 [n] of each decoding row, at most ``most``, within ``budget`` tokens in
         total.  The blocks for them are taken, but no row is preempted for them."""
         n = np.zeros(len(decode), np.int32)
-        # A row whose branches are about to fork also lacks one computed token, but draws none.
+        # A row whose branches are about to fork lacks one computed token too, but samples no token
+        # in this step, so it has no drafts.
         known = s.known[decode]
         fits = s.speculates[decode] & (s.computed[decode] == known - 1)
         if not ahead:

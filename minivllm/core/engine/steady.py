@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .speculation import Speculation
 
-ONE = np.ones(1, np.int32)  # array, because numpy adds an array in half the time of a number
+ONE = np.ones(1, np.int32)  # numpy adds an array in half the time that it needs for a Python number
 
 
 class Steady(NamedTuple):

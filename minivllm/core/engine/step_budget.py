@@ -4,9 +4,9 @@
 
 Both times are learned from earlier steps.  A step without decoding rows has no limit.
 
-With "auto" the bound is a multiple of the shortest step of decodes, which is mostly the time to read the weights.  Each
-step has this cost again, so a step of that multiple loses a small share.  The time that decodes take for their rows is
-work that no longer step saves, so it does not raise the bound."""
+With tpot_target_ms="auto" the prompts of a step may take AUTO times as long as the shortest step without prompts.  That
+shortest time is mostly spent on reading the weights, which every step repeats, so it is a small share of such a longer
+step.  A step of many decoding rows takes longer than the shortest one, but this does not raise the limit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Wiring
     from minivllm.core.interfaces.plan import StepPlan
 
-# with "auto": a step's prompts may take so many times as long as the shortest step without prompts
+# With tpot_target_ms="auto", the prompts of a step may take so many times as long as the shortest
+# step without prompts.
 AUTO = 8.0
-LEAST_MS = 16.0  # with "auto": a step's prompts may always take so many milliseconds
+LEAST_MS = 16.0  # with tpot_target_ms="auto", a step's prompts may always take so many milliseconds
 # Prompts always get this share of the target time, even if the decoding rows take all of it.
 LEAST_SHARE = 0.25
 CHUNK = 128  # a step may have so many prompt tokens if they take no longer than the target time

@@ -26,7 +26,8 @@ class StepLimit:
 
     @classmethod
     def of(cls, capacity: Capacity, max_num_seqs: int) -> StepLimit:
-        """Return the limit for an executor, large enough for one token of each row."""
+        """Return the limit for an executor: the tokens of its largest captured step, but at least ``max_num_seqs``, so
+        that every row can have a token.  An executor without captured steps has no limit."""
         return cls(max(capacity.step_tokens, max_num_seqs) if capacity.step_tokens else 0)
 
     def enter(self, request: Request) -> None:

@@ -36,7 +36,7 @@ class StopRule:
     # ``avoided_before`` if possible.
     min_length: int = 0
     avoided_before: tuple[int, ...] = ()
-    # ids that a token mask forbids from that length on if possible
+    # token ids that a mask forbids from ``min_length`` tokens on if possible
     avoided_after: tuple[int, ...] = ()
 
     @classmethod

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-LEARNED = 64  # their use is judged after so many kept tails
-LEAST = 1 / 16  # a full cache keeps tails if each is used at least so often on average
-# a full cache keeps one of so many tails in any case, to detect when tails become useful
+# A tail is the partly filled last block of a sequence that has ended.
+LEARNED = 64  # count of cached tails from which on a full cache judges whether tails are used
+LEAST = 1 / 16  # a full cache keeps tails if each one is used at least so often on average
+# A full cache keeps one of so many tails even if tails are rarely used, to notice a change.
 TRIED = 16
-WINDOW = 1024  # the counts are halved after so many tails, so that newer tails count more
+WINDOW = 1024  # the counts are halved after so many cached tails, so that newer tails count more
 
 
 class TailUse:
@@ -20,7 +21,9 @@ class TailUse:
         self.skipped = 0
 
     def pays(self, full: bool) -> bool:
-        """Return True if the next tail should be cached.  ``full`` means that the cache has no free block."""
+        """Return True if the next tail (partly filled last block of a sequence that ends) should be cached.
+
+        ``full`` means that the cache has no free block.  Otherwise every tail is cached."""
         worth = self.kept < LEARNED or self.used >= LEAST * self.kept
         if worth or not full:
             return True
@@ -28,12 +31,12 @@ class TailUse:
         return self.skipped % TRIED == 0
 
     def cached(self) -> None:
-        """Count a tail that was kept in the prefix cache."""
+        """Count a tail (partly filled last block of an ended sequence) that enters the prefix cache."""
         self.kept += 1
         if self.kept >= WINDOW:
             self.kept /= 2
             self.used /= 2
 
     def copied(self) -> None:
-        """Count a prompt that continues a cached tail."""
+        """Count a prompt that copies a cached tail (partly filled last block of an ended sequence)."""
         self.used += 1

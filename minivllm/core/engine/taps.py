@@ -76,10 +76,10 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
     points = capacity.taps
     if points is None:
         who = f"the executor {type(executor).__name__}"
-        raise RequestError(f"taps: {who} serves none; use another one", "taps")
+        raise RequestError(f"taps: {who} does not support taps; use another executor", "taps")
     if not points:
         name = wiring.parts["model"].name
-        raise RequestError(f"taps: the model {name} names no points; leave them out", "taps")
+        raise RequestError(f"taps: the model {name} has no tap points; leave taps out", "taps")
     numbers = {name: i for i, name in enumerate(points)}
     read: dict[int, tuple[str, int]] = {}
     steering: dict[int, np.ndarray] = {}
@@ -99,7 +99,7 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
         if not np.isfinite(vector).all() or np.abs(vector).max() > limit:
             name = list(points)[number]
             raise RequestError(
-                f"taps: what is added at {name} is out of the range of {wiring.dtype}"
+                f"taps: the vector added at {name} has values out of the range of {wiring.dtype}"
                 "; use smaller numbers or a smaller scale",
                 "taps",
             )
@@ -108,8 +108,8 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
     if read and request.beams is not None:
         name = "taps" if routes is None or not routes.reads else "routes"
         raise RequestError(
-            f"{name}: values are not read of a request whose strategy runs after every step"
-            "; use read=False, or no beam_width",
+            f"{name}: values cannot be read in a request with a beam search"
+            "; use read=False, or leave out beam_width",
             name,
         )
     request.tapped = RequestTaps(
@@ -141,8 +141,8 @@ def _add_routes(
 def _fitting(tap: Tap, width: int) -> np.ndarray:
     if tap.point == LOGITS:
         raise RequestError(
-            "taps: nothing is added to the model's own logits"
-            "; use only read=True, and logit_bias or a processor",
+            "taps: a tap of the model's own logits cannot add a vector"
+            "; use it with read=True only, and change logits with logit_bias or a processor",
             "taps",
         )
     if read_only(tap.point):
@@ -252,9 +252,9 @@ class TapKeeper:
         self.seqs: list[tuple[Seq, int]] = []
         # for each tap point: its width, and the arrays to which the values of its rows are appended
         self.memory: list[tuple[int, list[Growing]]] = []
-        self.steps = self.room = (
-            0  # steady steps stored, and the most until a request exceeds its limit
-        )
+        # count of stored steps since the rows of ``taps`` last changed, and the count at which the
+        # first of their requests exceeds its byte limit
+        self.steps = self.room = 0
 
     def keep(
         self,

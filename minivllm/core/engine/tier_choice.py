@@ -36,7 +36,8 @@ class CopyPace:
 
     @property
     def value(self) -> float | None:
-        """Return the seconds for a byte; None if no copy was measured."""
+        """Return the seconds for a byte: the median of recent copies, or before the first one the initial value, which
+        is None if unknown."""
         return float(np.median(self._recent)) if self._recent else self._start
 
     def lower(self) -> None:
@@ -87,8 +88,8 @@ class LoadChoice:
         self.always = always
         # (tokens of a step, seconds): the slope is the time that each token adds to a step
         self.steps = Slope()
-        # Seconds that recent requests waited longer than their loads should have taken while no
-        # step ran, and the median. They pass in queues and between polls.
+        # For recent requests whose loads ended while no row ran: seconds that they waited beyond the
+        # expected time of their loads, for example in queues and between polls; and the median.
         self.longer: deque[float] = deque(maxlen=WAITS)
         self.wait_seconds = 0.0
         # measured time per byte of loads from each tier, and of writes to the device within steps

@@ -139,8 +139,8 @@ class TierIndex:
             call(numbers)
 
     def report(self, event: str, pages: Sequence[bytes], turn: SessionTurn) -> None:
-        """Report to the evictor that a request of a session ``began`` or ``ended``, with its pages that the tier may
-        evict.
+        """Call the evictor's method ``event`` ("began" or "ended") for a request of a session, with its pages that the
+        tier may evict.  EngineDeadError if the evictor plug-in raises.
         """
         loose = [key for key in pages if key in self.stored and key not in self.pinned]
         keys = np.array([evictor_key(key) for key in loose], np.uint64)

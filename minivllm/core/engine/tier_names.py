@@ -66,7 +66,7 @@ class NamedPrefixes:
         # [tier, id, name, keys or None] of names to store or to remove with the next call of the
         # workers
         self.marks: list[list[Any]] = []
-        # id of such an order -> answers of the ranks so far
+        # id of an order to store or remove a name -> for each rank that has answered, whether it is done
         self.marking: dict[int, list[bool]] = {}
         self.ranks = len(opened)
         found = opened[0]["tiers"][self.tier]["names"] if keeping else {}
@@ -77,7 +77,7 @@ class NamedPrefixes:
     def index(self) -> TierIndex:
         """Return the index of the tier that stores named prefixes.  RequestError if no tier does."""
         if self.tier < 0:
-            raise RequestError("no tier keeps names of prefixes: add the store disk to kvstore")
+            raise RequestError("no storage tier can keep named prefixes; add disk to kvstore")
         return self.owner.tiers[self.tier]
 
     def _pin(self, name: str, keys: list[bytes]) -> None:

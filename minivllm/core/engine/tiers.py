@@ -111,7 +111,8 @@ class Tiers:
         self.prefixes = NamedPrefixes(self, opened)
         measured = [rank["copy_seconds"] for rank in opened if rank["copy_seconds"] is not None]
         always = [facts["always"] for facts in opened[0]["tiers"]]
-        # divided by the count of ranks, which copy their parts of a page at the same time
+        # The time per byte is divided by the count of ranks, because all ranks copy their parts of a
+        # page at the same time.
         copy = max(measured) / self.ranks if measured else None
         self.choice = LoadChoice(always, copy)
         # for each KV group: cached block -> key of its page
@@ -584,7 +585,7 @@ class Tiers:
             tier.late += 1
             self._release(page)
         if page.failed and self.ranks > 1:
-            # frees the part that another rank has loaded
+            # The load has failed on one rank, so the other ranks free the parts that they have loaded.
             self.fills.append((RELEASE, 0, page.ticket))
 
     def _ready(self, begun: bool) -> list[Seq]:
@@ -614,8 +615,9 @@ class Tiers:
         return not len(self.cache.slots.running) and len(self.waits) <= 1
 
     def flush(self, call: Callable[..., Any], sleep: Callable[[float], None]) -> None:
-        """Order that eager tiers store all blocks that they lack, and wait for it up to FLUSH seconds.  No step is in
-        flight."""
+        """Store all cached blocks that eager tiers (which store each block soon, not only at its eviction) lack.
+
+        Wait for this up to FLUSH seconds.  No step may be in flight."""
         for _ in range(int(FLUSH / POLL)):
             self.turn(call, idle=True)
             if not self.storing and not self.backlog:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 LEAST_TOKENS = 256  # a new request waits only for a common prefix of so many tokens
-# A plan passes over so many waiting requests at most; later ones are not considered.
+# A plan makes at most so many new requests wait for a running row with the same prefix.
 MOST_PASSED = 64
 
 
@@ -34,8 +34,9 @@ class Computing(NamedTuple):
 
     serial: int  # serial number of the row's stay in its slot
     blocks: int  # count of full blocks of the row's tokens when it entered the slot
-    published: int  # count of its blocks that were in the prefix cache when ``key`` was set
-    key: int  # key of its first block that is not in the prefix cache yet
+    # count of the row's blocks that were in the prefix cache when ``key`` was set
+    published: int
+    key: int  # key of the row's first block that is not in the prefix cache yet
 
 
 class Underway:
@@ -47,8 +48,8 @@ class Underway:
         self.slots = slots
         self.rows: dict[int, Computing] = {}
         self.of_key: dict[int, int] = {}  # key -> slot
-        # not used for models with recurrent states, whose prefix hits need not end where a common
-        # prefix does
+        # False for models with recurrent states, because their prefix hits need not end where a common
+        # prefix ends, so that waiting might not help
         self.usable = cache.prefix and cache.checkpoints is None
         self.waits = 0  # count of the times that a plan passed over a new request
         self.delayed: list[Seq] = []  # requests that the last plan passed over

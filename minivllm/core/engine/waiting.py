@@ -63,7 +63,7 @@ class _Lane:
         if at < len(self.front) and self.front[at][2] is seq:
             del self.front[at]
             return
-        self.gone += 1  # its entry in ``back`` is ignored when it is reached
+        self.gone += 1  # the entry stays in ``back``, and is ignored when it is reached
         if self.gone > len(self.back) // 2 + 32:
             self.back = [e for e in self.back if e[2].queued]
             heapq.heapify(self.back)
@@ -105,7 +105,8 @@ class WaitingQueue:
             self.lanes[seq.lane] = self.lanes.pop(seq.lane)
 
     def head(self) -> Seq | None:
-        """Return the sequence with the smallest key in the first 64 lanes; None if the queue is empty."""
+        """Return the sequence with the smallest key in the first 64 lanes (parts of the queue, such as one for each
+        owner); None if the queue is empty."""
         best = None
         for lane in islice(self.lanes.values(), 64):
             first = lane.front[0] if lane.front else lane.first(1)[0]
@@ -113,7 +114,7 @@ class WaitingQueue:
         return None if best is None else best[2]
 
     def heads(self) -> list[Seq]:
-        """Return the first sequence of each of the first 64 lanes."""
+        """Return the first sequence of each of the first 64 lanes (parts of the queue, such as one for each owner)."""
         return [(lane.front or lane.first(1))[0][2] for lane in islice(self.lanes.values(), 64)]
 
     def first(self, n: int) -> list[Entry]:

@@ -196,7 +196,9 @@ class Weights:
         return errors_of(self._answers(do, **args))
 
     def _answers(self, do: str, **args: Any) -> list[Mapping[str, Any]]:
-        """Run an operation on the weights in all ranks (worker processes), and return their answers."""
+        """Run an operation on the weights in all ranks (worker processes), and return their answers.
+
+        RequestError if the executor does not change weights.  EngineDeadError if it fails, which ends all requests."""
         executor = self.engine.executor
         try:
             answers: list[Mapping[str, Any]] = executor.call(VERB, {"do": do, **args})
@@ -289,8 +291,8 @@ class Weights:
     def wake(self) -> None:
         """Allocate the memory of a sleeping engine again, and run steps again unless the engine is paused.
 
-        If the weights were dropped and not updated since, they are read from the files of the model.  RequestError
-        leaves the engine asleep."""
+        If the weights were dropped and not updated since, they are read from the files of the model.  RequestError if
+        the engine does not sleep, or if it cannot wake; it then stays asleep.  EngineDeadError if it has ended."""
         if not self.level:
             raise RequestError("the engine does not sleep")
         if self.engine.dead:

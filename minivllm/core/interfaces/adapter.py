@@ -245,4 +245,4 @@ class AdapterMethod(ABC):
 
     @abstractmethod
     def memory(self, model: AdaptedModel) -> AdapterMemory:
-        """Allocate the memory of ``ctx.places`` adapters of a model."""
+        """Return new memory for ``ctx.places`` adapters of a model."""

@@ -86,7 +86,7 @@ class Layout:
         self.kind = kind
         self.columns = sorted(columns, key=lambda c: -c.dtype.itemsize)
         self.lengths = tuple(dict.fromkeys(c.length for c in self.columns))
-        # The last number is the count of bytes of the JSON.
+        # The scalars of a message are followed by the length of each column and the size of the JSON in bytes.
         self.numbers = struct.Struct(f"<{scalars}{len(self.lengths)}QQ")
         self.start = HEAD.size + -(-self.numbers.size // ALIGN) * ALIGN
         # Empty arrays, which most columns of a step are.  They are shared, because numpy takes 1 us
@@ -145,14 +145,17 @@ class Layout:
 
         CodecError if the bytes are not a complete message of this kind."""
         if len(data) < self.start:
-            raise CodecError(f"{len(data)} bytes; expected at least {self.start}")
+            raise CodecError(f"the message has {len(data)} bytes; expected at least {self.start}")
         magic, version, kind, size = HEAD.unpack_from(data)
         if (magic, version, kind) != (MAGIC, VERSION, self.kind):
             raise CodecError(
-                f"bytes of {magic!r} {version}, kind {kind}; expected {MAGIC!r} {VERSION}, kind {self.kind}"
+                f"the message begins with {magic!r}, version {version}, kind {kind}; "
+                f"expected {MAGIC!r}, version {VERSION}, kind {self.kind}"
             )
         if size != len(data):
-            raise CodecError(f"{len(data)} bytes; expected {size}, the size in their head")
+            raise CodecError(
+                f"the message has {len(data)} bytes; expected {size}, the size in its head"
+            )
         numbers = self.numbers.unpack_from(data, HEAD.size)
         at = self.start
         end = len(data) - numbers[-1]
@@ -166,7 +169,8 @@ class Layout:
                 continue
             if n * dtype.itemsize > end - at:
                 raise CodecError(
-                    f"{name}: {n} items; expected at most the remaining {end - at} bytes"
+                    f"column {name} has {n} items of {dtype.itemsize} bytes, but the message has only "
+                    f"{end - at} bytes left"
                 )
             column = np.frombuffer(data, dtype, n, at)
             found[owner][name] = column.reshape(-1, width) if width else column
@@ -238,7 +242,7 @@ _PLAN = Layout(
 
 
 def encode_plan(plan: StepPlan) -> list[bytes]:
-    """Encode a plan as a list of byte strings.  CodecError names a column whose dtype or shape is not that of
+    """Return a plan encoded as a list of byte strings.  CodecError names a column whose dtype or shape is not that of
     ``StepPlan``."""
     join = plan.delta.join
     rest, arrays = (b"", []) if join is None else _encode_rows(join.bound)
@@ -247,13 +251,15 @@ def encode_plan(plan: StepPlan) -> list[bytes]:
 
 
 def decode_plan(data: bytearray | bytes) -> StepPlan:
-    """Decode the bytes of ``encode_plan``.  CodecError if they are malformed."""
+    """Return the plan that ``encode_plan`` has encoded.  CodecError if the bytes are malformed."""
     (step, topk, prompt_topk, joined), found, rest, at = _PLAN.decode(data)
     join = None
     if joined:
         join = Join(**found["join"], bound=_decode_rows(rest, data, at))
     elif at != len(data):
-        raise CodecError(f"{len(data) - at} bytes too many")
+        raise CodecError(
+            f"the message has {len(data) - at} bytes after its last array; expected none"
+        )
     return StepPlan(
         id=step,
         topk=topk,
@@ -265,7 +271,7 @@ def decode_plan(data: bytearray | bytes) -> StepPlan:
 
 def _encode_rows(bound: Sequence[Mapping[int, Row]]) -> tuple[bytes, list[np.ndarray]]:
     """Encode the column values (Row) that processors returned from ``bind``.  Return the numbers and names as JSON, and
-    the values as arrays in the same order."""
+    the values as arrays in the same order.  CodecError for values that are not numbers of up to 8 bytes."""
     if not any(bound):
         return json.dumps(len(bound)).encode(), []
     described: list[Any] = []
@@ -289,10 +295,11 @@ def _encode_rows(bound: Sequence[Mapping[int, Row]]) -> tuple[bytes, list[np.nda
 
 
 def _decode_rows(described: Any, data: bytearray | bytes, at: int) -> tuple[dict[int, Row], ...]:
-    """Decode the column values (Row) of processors that ``_encode_rows`` has encoded.  Their arrays begin at offset
+    """Return the column values (Row) of processors that ``_encode_rows`` has encoded.  Their arrays begin at offset
     ``at`` of ``data``.
 
-    ``described`` is the decoded JSON.  A number n in it stands for n processors without values."""
+    ``described`` is the decoded JSON.  A number n instead of a list stands for n processors without values.  CodecError
+    for malformed values, and for bytes after the last array."""
     bound: list[dict[int, Row]] = []
     try:
         if type(described) is int and described >= 0:
@@ -308,7 +315,9 @@ def _decode_rows(described: Any, data: bytearray | bytes, at: int) -> tuple[dict
     except (TypeError, ValueError, AttributeError) as e:
         raise CodecError(f"the rows of the message cannot be read: {e}") from e
     if at != len(data):
-        raise CodecError(f"{len(data) - at} bytes too many")
+        raise CodecError(
+            f"the message has {len(data) - at} bytes after its last array; expected none"
+        )
     return tuple(bound)
 
 
@@ -316,12 +325,14 @@ def _array(
     data: bytearray | bytes, at: int, dtype: np.dtype, shape: Sequence[int]
 ) -> tuple[np.ndarray, int]:
     """Return (array, offset of its end) for the array in ``data`` that begins at ``at``, rounded up to a multiple of 8
-    bytes."""
+    bytes.  CodecError if ``data`` is too short, or if ``dtype`` is not numeric."""
     at += -at % ALIGN
     n = math.prod(shape)
     size = n * dtype.itemsize
     if dtype.kind not in "biuf" or n < 0 or size > len(data) - at:
-        raise CodecError(f"an array of {n} {dtype}; expected numbers within the {len(data)} bytes")
+        raise CodecError(
+            f"an array of {n} items of {dtype} at byte {at} does not fit into the message of {len(data)} bytes"
+        )
     return np.frombuffer(data, dtype, n, at).reshape(shape), at + size
 
 
@@ -331,7 +342,7 @@ _LATE = Layout(LATE, "qI", _own("late", [("mask", 0)]))
 
 
 def encode_late(step: int, late: LateInputs) -> list[bytes]:
-    """Encode the late inputs (token masks) of step ``step`` as a list of byte strings."""
+    """Return the late inputs (token masks) of step ``step`` encoded as a list of byte strings."""
     mask = np.ascontiguousarray(late.mask)
     flat = SimpleNamespace(mask=mask.reshape(-1))
     return _LATE.encode({"late": flat}, (step, mask.shape[1]), b"", [])
@@ -344,7 +355,8 @@ def decode_late(data: bytearray | bytes) -> tuple[int, LateInputs]:
     flat = found["late"]["mask"]
     if at != len(data) or words == 0 or len(flat) % words:
         raise CodecError(
-            f"masks of {len(flat)} words in rows of {words}, {len(data) - at} bytes too many"
+            f"the message has {len(flat)} words of token masks and {len(data) - at} further bytes; "
+            f"expected whole rows of {words} words, and no further bytes"
         )
     return step, LateInputs(flat.reshape(-1, words))
 
@@ -373,7 +385,7 @@ _RESULT = Layout(
 
 
 def encode_result(result: StepResult) -> list[bytes]:
-    """Encode a result as a list of byte strings.  CodecError names a column whose dtype or shape is not that of
+    """Return a result encoded as a list of byte strings.  CodecError names a column whose dtype or shape is not that of
     ``StepResult``."""
     k = [-1 if lp is None else lp.top.shape[1] for lp in (result.logprobs, result.prompt)]
     logits = None
@@ -405,10 +417,12 @@ def encode_result(result: StepResult) -> list[bytes]:
 
 
 def decode_result(data: bytearray | bytes) -> StepResult:
-    """Decode the bytes of ``encode_result``.  CodecError if they are malformed."""
+    """Return the result that ``encode_result`` has encoded.  CodecError if the bytes are malformed."""
     (step, ms, k, prompt_k, vocab, hidden, *form, shared), found, rest, at = _RESULT.decode(data)
     if at != len(data):
-        raise CodecError(f"{len(data) - at} bytes too many")
+        raise CodecError(
+            f"the message has {len(data) - at} bytes after its last array; expected none"
+        )
     try:
         described, seams, lost = rest or ((), {}, ())
         errors = tuple(
@@ -437,7 +451,8 @@ def form_numbers(form: StepForm) -> tuple[int, int, int]:
     """Return the form of a step (how its layers ran) as three numbers for ``form_of``.  CodecError for a kind that is
     not one of ``FORMS``."""
     if form.kind not in FORMS:
-        raise CodecError(f"form {form.kind!r}; expected one of {', '.join(map(repr, FORMS))}")
+        known = ", ".join(map(repr, FORMS))
+        raise CodecError(f"the step has the form {form.kind!r}; expected one of {known}")
     return FORMS.index(form.kind), form.rows, form.tokens
 
 
@@ -445,7 +460,9 @@ def form_of(kind: int, rows: int, tokens: int) -> StepForm:
     """Return the form of a step (how its layers ran) from three numbers of ``form_numbers``.  CodecError for an unknown
     kind."""
     if not 0 <= kind < len(FORMS):
-        raise CodecError(f"form number {kind}; expected 0 to {len(FORMS) - 1}")
+        raise CodecError(
+            f"the message has the number {kind} for the form of a step; expected 0 to {len(FORMS) - 1}"
+        )
     return StepForm(FORMS[kind], rows, tokens)
 
 

@@ -93,9 +93,10 @@ class Router:
 
     score: str = SOFTMAX  # or CHOSEN_SOFTMAX, SIGMOID
     normalize: bool = False  # True divides the weights of a token's experts by their sum
-    # number that is added to that sum; None means 1e-20 for SIGMOID and 0 otherwise
+    # With ``normalize``, this number is added to the sum of the weights before the division.  None means
+    # 1e-20 for SIGMOID and 0 for other scores.
     floor: float | None = None
-    scale: float = 1.0  # factor by which the weights are multiplied after that
+    scale: float = 1.0  # factor for the weights of a token's experts, after they are normalized
     bias: bool = False  # True adds a learned bias to the router's logits
     # A bias per expert (``e_score_correction_bias``) is added to the score when experts are chosen.  The
     # weights do not include it.
@@ -210,7 +211,9 @@ class LayerSpec:
     # factor by which the outputs of attention and MLP are multiplied before they are added to the
     # residual stream
     residual_scale: float = 1.0
-    mlp_norm: bool = False  # in a parallel layer, the MLP reads n2(h) instead of n1(h)
+    # True: in a parallel layer, the MLP reads the output of a second norm, and not that of the norm
+    # before attention
+    mlp_norm: bool = False
     # q, k and v are clamped to the range from -qkv_clip to qkv_clip; None means not
     qkv_clip: float | None = None
     # True: the query projection has a gate for each head, by whose sigmoid the output of attention
@@ -278,7 +281,9 @@ class DeltaNames:
 
 @dataclass(frozen=True)
 class ConvNames:
-    """The names of a short convolution's modules.  ``mixed`` holds b, c and x one after another."""
+    """The checkpoint's names of a short convolution's modules.
+
+    ``mixed`` is the input projection, whose output rows are b, c and x (see ``ShortConv``), one after another."""
 
     mixed: str = "conv.in_proj"
     conv: str = "conv.conv"
@@ -318,7 +323,7 @@ class WeightNames:
     shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
-    # Names of the norms of a layer, in the order n1 to n4 of the table at the top of this file.
+    # Names of the norms of a layer in the order in which they are applied, those of attention first.
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     transposed: bool = False  # True: matrices of the layers are stored as [in, out]
 

@@ -135,7 +135,7 @@ class Drafter(ABC):
 
     @classmethod
     def head(cls, options: Any, files: HeadFiles, target: ModelArch, cfg: Any) -> Head:
-        """Return the layers of a drafter that claims ``target_head``.
+        """Return the ``Head`` (the drafter's own layers) of a drafter that claims the feature ``target_head``.
 
         ``target`` and ``cfg`` are the architecture and the config object of the served model.  Raise ModelError if the
         head does not belong to the served model."""

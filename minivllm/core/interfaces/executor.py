@@ -284,7 +284,7 @@ class Executor(ABC):
         unfinished."""
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
-        """Run a rare operation, named by ``verb``.  Arguments and result must be JSON values.
+        """Run a rare operation, named by ``verb``, and return its result.  Arguments and result must be JSON values.
 
         Verbs: "profile_start", "profile_stop", "seams_start", "seams_stop", "kv_resident" (bytes of the KV cache that
         are resident in this machine's memory), "devices" (the devices that compute, "cpu" or a GPU's UUID),

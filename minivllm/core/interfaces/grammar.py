@@ -77,7 +77,7 @@ class Grammar(ABC):
 
     @abstractmethod
     def compile(self, source: GrammarSource) -> Compiled:
-        """Compile a grammar.  Several threads may call it at once, also while other methods run.
+        """Return a compiled grammar.  Several threads may call this at once, also while other methods run.
 
         ValueError, with a message for the client, if the grammar is malformed, uses a construct that the library does
         not support, or derives no text at all.

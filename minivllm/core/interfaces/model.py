@@ -316,7 +316,9 @@ class ModelArch:
         return [spec.state() for spec in found if spec is not None]
 
     def build(self, cfg: Any, parts: Parts) -> Model:
-        """Build the model from the parts of the engine."""
+        """Return the model with the config ``cfg``, built from the engine's layers ``parts``.
+
+        The default builds the model that ``describe`` describes."""
         return parts.decoder(self.describe(cfg))
 
     def weights(self, cfg: Any) -> Sequence[Rule]:

@@ -178,7 +178,7 @@ class SamplingParams:
                 self.__dict__["extra"] = _checked({**self.extra, name: value})
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value of a parameter that a plug-in declares, or its default."""
+        """Return the value of a parameter that a plug-in declares, or its default.  AttributeError for other names."""
         param = None if name.startswith("_") else declared_params.find(name)
         if param is None:
             raise AttributeError(f"{type(self).__name__} has no parameter {shown(name)}")
@@ -186,7 +186,9 @@ class SamplingParams:
 
     @classmethod
     def make(cls, **values: Any) -> SamplingParams:
-        """Construct from keywords that a type checker does not see, such as parameters that plug-ins declare."""
+        """Return parameters made from keywords.
+
+        A type checker does not know them, so this method accepts parameters that plug-ins declare."""
         return cls(**values)
 
     def _check_all(self, declared: Mapping[str, Any]) -> None:
@@ -258,7 +260,9 @@ class SamplingParams:
 
     def branching(self) -> set[str]:
         """Return the names of the set parameters that the request's decoding strategy must implement."""
-        if self.beam_width is not None:  # best_of cannot be set together with it
+        if (
+            self.beam_width is not None
+        ):  # then best_of is not set, because the two exclude each other
             return {"beam_width"}
         return {"best_of"} if (self.best_of or self.n) > self.n else set()
 

@@ -67,17 +67,17 @@ class ModuleInfo:
 
     @property
     def out_features(self) -> int:
-        """Return the number of output rows of all parts."""
+        """Return the number of output rows of the weight, which is the sum over its parts (such as q, k and v)."""
         return sum(n for _, n in self.parts)
 
     def share(self, part: str) -> Shard:
-        """Return which of the distinct slices of a part this process has, and how many there are."""
+        """Return which slice of a part (such as q, k or v) this process has, and the number of distinct slices."""
         copies = self.copies.get(part, 1)
         return Shard(self.shard.rank // copies, self.shard.size // copies)
 
     @cached_property
     def rows(self) -> Mapping[str, slice]:
-        """Return the range of output rows of each part."""
+        """Return the range of output rows of each part (such as q, k and v) in the merged weight."""
         found, start = {}, 0
         for name, rows in self.parts:
             found[name] = slice(start, start + rows)

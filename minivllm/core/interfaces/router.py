@@ -70,8 +70,8 @@ class ReplicaRouter(ABC):
     def choose(self, request: RoutedRequest, loads: Sequence[ReplicaLoad]) -> int:
         """Return the number of one of the replicas in ``loads``, which has at least one.
 
-        ``loads`` lacks replicas that are ended, starting or drained.  The call changes nothing that a later choice
-        depends on, except a turn."""
+        ``loads`` lacks replicas that are ended, starting or drained.  The call must not change data on which later
+        choices depend, except for a counter that takes the replicas in turn."""
 
     def sent(self, request: RoutedRequest, number: int) -> None:  # noqa: B027  (optional)
         """Note that a request was sent to a replica, after ``choose`` or because another replica has ended."""

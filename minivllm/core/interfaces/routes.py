@@ -76,7 +76,9 @@ class RouteParams:
 
     @classmethod
     def of(cls, value: Any) -> RouteParams | None:
-        """Return the parameters from an object of this class, a mapping, True (``read``), False or None."""
+        """Return the parameters from an object of this class, a mapping of its fields, True (``read``), False or None.
+
+        False and None give None.  RequestError for any other value, and for unknown fields."""
         if value is None or value is False:
             return None
         if value is True:
@@ -85,7 +87,9 @@ class RouteParams:
             return value
         if not isinstance(value, Mapping):
             found = type(value).__name__
-            raise RequestError(f"{NAME} of {found}: expected True, RouteParams or a mapping", NAME)
+            raise RequestError(
+                f"{NAME} has the type {found}; expected True, RouteParams or a mapping", NAME
+            )
         known = [f.name for f in fields(cls)]
         for name in value:
             if name not in known:

@@ -146,8 +146,8 @@ class Processor(ABC):
         raise NotImplementedError(f"{type(self).__name__} has neither bind() nor bind_prompt()")
 
     def bind_prompt(self, params: SamplingParams, prompt: np.ndarray) -> Row | None:
-        """Return the column values of a sequence, as ``bind`` does.  The engine calls this method; the default calls
-        ``bind``.
+        """Return the column values of a sequence, or None, as ``bind`` does.  The engine calls this method; the default
+        calls ``bind``.
 
         Override it instead of ``bind`` if the plug-in needs the token ids of the prompt, i32 [n] and read-only.
         """

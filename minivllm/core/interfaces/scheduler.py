@@ -101,7 +101,7 @@ class Load:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The kind of step that the policy chooses.
+    """How the next step combines decoding rows and prompt chunks (prefill), as the policy chooses.
 
     ``mix``: decoding rows come first, and prefill gets the remaining token budget.  ``prefill_first``: as long as any
     sequence can prefill, a step contains prefill only.  ``static``: as ``prefill_first``, but nothing is admitted until
@@ -161,7 +161,9 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
         return np.arange(len(head), dtype=np.int32)
 
     def shape(self, load: Load, now: float) -> StepShape:
-        """Return the kind of the next step."""
+        """Return how the next step combines decoding rows and prompt chunks.
+
+        ``load`` is the state of the engine at the time ``now`` in seconds.  This default mixes both."""
         return StepShape()
 
     def ended(self, gone: QueueView) -> None:  # noqa: B027  (optional)

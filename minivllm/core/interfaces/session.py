@@ -75,7 +75,9 @@ class Session:
             return value
         if not isinstance(value, Mapping):
             found = type(value).__name__
-            raise RequestError(f"{NAME} of {found}: expected Session or a mapping with an id", NAME)
+            raise RequestError(
+                f"{NAME} has the type {found}; expected Session or a mapping with an id", NAME
+            )
         known = [f.name for f in fields(cls)]
         for name in value:
             if name not in known:

@@ -78,7 +78,9 @@ class StructuredOutputsParams:
             return value
         if not isinstance(value, Mapping):
             found = type(value).__name__
-            raise _refused(f"{NAME} of {found}: expected StructuredOutputsParams or a mapping")
+            raise _refused(
+                f"{NAME} has the type {found}; expected StructuredOutputsParams or a mapping"
+            )
         known = [f.name for f in fields(cls)]
         for name in value:
             if name not in known:
@@ -109,7 +111,7 @@ class StructuredOutputsParams:
         self._source = self._read(form)
 
     def _form(self) -> str:
-        """Return the name of the one form that is set."""
+        """Return the name of the one form that is set.  RequestError unless exactly one is set."""
         enabled = self.json_object
         ok = enabled is None or isinstance(enabled, bool)
         _check(ok, "json_object", enabled, "True or None")

@@ -56,7 +56,7 @@ class Tap:
         if not is_number or not math.isfinite(self.scale):
             raise _refused("scale", self.scale, "a finite number")
         if self.add is None and self.scale != 1.0:
-            raise _refused("scale", self.scale, "no scale where nothing is added")
+            raise _refused("scale", self.scale, "no scale in a tap without add")
         if self.add is not None:
             object.__setattr__(self, "add", _vector(self.add))
         elif not self.read:

@@ -367,7 +367,7 @@ def test_a_pruned_expert_is_not_chosen_where_all_scores_are_zero():
 
 
 BAD = [
-    ({"routes": 3}, "routes of int"),
+    ({"routes": 3}, "routes has the type int"),
     ({"routes": {}}, "nothing is requested"),
     ({"routes": {"reads": True}}, "unknown field 'reads'"),
     ({"routes": {"read": 1}}, "routes.read=1"),
@@ -423,9 +423,9 @@ def test_what_serves_no_routes_refuses_them_by_name(models, tmp_path):
     ):
         with LLM(model, **{**SMALL, **options}) as llm:
             for routes in ({"read": True}, {"given": drawn(0, 2)}, {"pruned": [0]}):
-                with pytest.raises(RequestError, match=f"{name} with this executor names no points of experts"):
+                with pytest.raises(RequestError, match=f"{name} with this executor has no tap points of experts"):
                     llm.generate([[1, 2, 3]], asks(**routes), False)
-    with LLM(folder, **SMALL) as llm, pytest.raises(RequestError, match="no beam_width"):
+    with LLM(folder, **SMALL) as llm, pytest.raises(RequestError, match="leave out beam_width"):
         llm.generate([[1, 2, 3]], replace(asks(read=True), beam_width=2), False)
 
 

@@ -354,8 +354,11 @@ def test_what_cannot_be_tapped_is_refused_by_name(models):
     for taps, says in (
         ([Tap("layers.9.residual", read=True)], r"no point 'layers\.9\.residual'.*tap_points.*Did you mean 'layers"),
         ([Tap("layers.0.residual", add=[1.0])], r"a vector of 1 numbers for layers\.0\.residual; expected 32"),
-        ([Tap("logits", add=[0.0] * 61)], "own logits; use only read=True, and logit_bias"),
-        ([Tap("norm", add=[3e38] * 32, scale=9)], "norm is out of the range of float32"),
+        (
+            [Tap("logits", add=[0.0] * 61)],
+            "own logits cannot add a vector; use it with read=True only",
+        ),
+        ([Tap("norm", add=[3e38] * 32, scale=9)], "norm has values out of the range of float32"),
         ("norm", "taps of str; expected a list of Tap"),
         (["norm"], "expected a list of Tap"),
         ([[], []], "2 lists of taps for 1 prompts"),
@@ -363,11 +366,14 @@ def test_what_cannot_be_tapped_is_refused_by_name(models):
         with LLM(folder, **SMALL) as llm, pytest.raises(RequestError, match=says) as e:
             llm.generate([ids], SamplingParams(max_tokens=1), False, taps)
         assert e.value.param == "taps"
-    with LLM(folder, **SMALL) as llm, pytest.raises(RequestError, match="runs after every step"):
+    with (
+        LLM(folder, **SMALL) as llm,
+        pytest.raises(RequestError, match="values cannot be read in a request"),
+    ):
         llm.generate([ids], SamplingParams.make(beam_width=2, max_tokens=2), False, [Tap("norm", read=True)])
     with LLM(folder, **{**SMALL, "executor": "sim"}) as llm:
         assert llm.tap_points() == {}
-        with pytest.raises(RequestError, match="the executor Sim serves none"):
+        with pytest.raises(RequestError, match="the executor Sim does not support taps"):
             llm.generate([ids], SamplingParams(max_tokens=1), False, [Tap("norm", read=True)])
 
 
@@ -380,7 +386,7 @@ def test_a_model_that_overrides_its_call_has_no_points_until_it_says_so(models, 
     folder, _ = models("Llama")
     with LLM(folder, **SMALL) as llm:
         assert llm.tap_points() == {}
-        with pytest.raises(RequestError, match="the model minivllm/llama names no points"):
+        with pytest.raises(RequestError, match="the model minivllm/llama has no tap points"):
             llm.generate([[1, 2]], SamplingParams(max_tokens=1), False, [Tap("norm", read=True)])
 
 

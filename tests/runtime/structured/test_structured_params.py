@@ -41,7 +41,7 @@ from minivllm.plugins.grammar.xgrammar_schema import unheld
         ({"regex": "\ud800"}, "structured_outputs.regex is not valid Unicode"),
         ({"regex": "a", "disable_any_whitespace": True}, "with regex, only with json"),
         ({"json": {}, "disable_any_whitespace": 1}, "expected True or False"),
-        (5, "structured_outputs of int"),
+        (5, "structured_outputs has the type int"),
         ({"json": ""}, "structured_outputs.json is not JSON"),
         ({"json": []}, "structured_outputs.json=[]: expected a schema: an object, true or false"),
         ({"json": 0}, "structured_outputs.json=0: expected a schema"),
