@@ -57,7 +57,9 @@ def wire_compression(
         if reason:
             label, name = begins(source_of(origins, "compressor")), parts["compressor"].name.removeprefix("minivllm/")
             todo = "choose a compressor that leaves keys as they are (streaming: rerotate=false)"
-            raise ConfigError(f"{label}compressor={name} rotates keys to new positions: {reason}; {todo}")
+            raise ConfigError(
+                f"{label}compressor={name} rotates keys to new positions, which is impossible here: {reason}; {todo}"
+            )
         note = "kept keys are rotated to the positions 0, 1 ..., and later tokens follow"
         notes.append(("compressor.positions", note))
     return replace(cache, rerotates=rerotates, **options), notes

@@ -47,7 +47,7 @@ class Explanation:
         return {"notes": dict(self.notes), "selections": selections, "error": error}
 
     def _notes(self, seam: str | None) -> Sequence[tuple[str, str]]:
-        """Return all notes, or the notes of a seam that its selections do not show."""
+        """Return all notes, or for a seam (kind of plug-in) its notes that its selections do not show already."""
         kind = check_seam(seam)
         if not kind:
             return self.notes
@@ -59,7 +59,8 @@ class Explanation:
         return notes
 
     def _selections(self, seam: str | None, all: bool) -> Sequence[Selection]:
-        """Return the selections of a seam.  ``all`` adds the plug-ins that were not considered."""
+        """Return the selections (each a choice with its candidates) of one seam (kind of plug-in), or of all if it is
+        None.  ``all`` adds the plug-ins that were not considered."""
         selections = self.of(seam)
         if not all:
             return selections

@@ -67,7 +67,8 @@ def read_chain(path: str | os.PathLike[str], other: Other | None = None) -> list
 def _extend(path: str | os.PathLike[str], inside: tuple[str, ...], found: dict[str, ConfigFile], other: Any) -> None:
     """Add a file to ``found``, then the files that it extends, the last one first.
 
-    ``inside`` are the files that led to this one by their ``extends``.
+    ``inside`` are the files that led to this one by their ``extends``.  ConfigError for a file that extends itself, for
+    a chain of more than ``LONGEST_CHAIN`` files, and for a file that cannot be read.
     """
     name = files.real(path)
     if name in inside:
@@ -122,7 +123,7 @@ def read_file(path: str | os.PathLike[str], other: Other | None = None) -> Confi
 
 
 def _json_file(path: str | os.PathLike[str]) -> ConfigFile:
-    """Read a JSON object of options.  ConfigError if the file holds anything else."""
+    """Return the contents of a file with a JSON object of options.  ConfigError if the file holds anything else."""
     text = files.read_text(path)
     values = files.parse_json(text, os.fspath(path), unique=True)
     if not isinstance(values, dict):
@@ -182,7 +183,8 @@ def _toml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
 
 
 def _loads(text: str) -> dict[str, Any]:
-    """Parse a TOML text.  ValueError for a key of many parts, on which ``tomllib`` takes quadratic time."""
+    """Return the table of a TOML text.  ValueError for a key of many parts, on which ``tomllib`` takes quadratic
+    time."""
     found = _LONG_KEY.search(text)
     if found:
         raise ValueError(f"the key {brief(found[0].strip(), 40)} has more than {DEEPEST} parts; use fewer")
@@ -237,7 +239,8 @@ def _count(top: Any, path: Any) -> None:
     sizes: dict[int, int] = {}  # node -> number of values in it; 0 while they are being counted
 
     def size(node: Any) -> int:
-        """Return the number of values in a node."""
+        """Return the number of values in a YAML node, with aliases expanded.  ConfigError for an alias inside the value
+        that it stands for."""
         if not isinstance(node.value, list):
             return 1
         if id(node) not in sizes:
@@ -282,7 +285,7 @@ def _loader_class() -> Any:
         yaml_implicit_resolvers: dict[str, Any] = {}
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            """Construct a mapping.  An error if a key is there twice."""
+            """Return the dict of a YAML mapping.  ConstructorError if a key is there twice."""
             seen: set[Any] = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
@@ -299,7 +302,7 @@ def _loader_class() -> Any:
             self.merged: set[int] = set()
 
         def construct_int(self, node: Any) -> int:
-            """Construct a whole number, decimal, hexadecimal or octal."""
+            """Return the whole number of a YAML scalar, which is decimal, hexadecimal (0x) or octal (0o)."""
             text = self.construct_scalar(node)
             if "x" in text:
                 return int(text, 16)
@@ -322,8 +325,9 @@ def _loader_class() -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """Return the value of a TOML literal (``8``, ``true``, ``[1, 2]``, ``"x"``).  Any other text is returned
-    unchanged."""
+    """Return the value of a TOML literal (``8``, ``true``, ``[1, 2]``, ``"x"``).  Any other text is returned unchanged.
+
+    ConfigError for numbers with too many digits, and for values that are nested too deeply."""
     text = text.strip()
     if "\n" in text:
         return text

@@ -15,27 +15,29 @@ from minivllm.errors import ConfigError, brief, shown, suggest
 from minivllm.validation import DEEPEST, begins, flaw
 
 Path = Sequence[str]
-Where = Callable[[tuple[Any, ...]], str]  # returns the source of a path
+# function from the path of an option to the source of its value, such as "exp.toml:7" or "--set"
+Where = Callable[[tuple[Any, ...]], str]
 
 
 @dataclass(frozen=True)
 class ConfigShape:
     """The names that a configuration may have.
 
-    ``top`` are all keys, and ``tables`` are its TOML tables with their keys (None means that other code checks them).
-    ``seams`` are keys that name one plug-in, and ``several`` are keys that list plug-ins.  ``aliases`` maps other names
-    of keys."""
+    ``top`` are all keys of the top level, and ``tables`` are its TOML tables with their keys (None means that other
+    code checks them).  ``seams`` are keys that name one plug-in, and ``several`` are keys that list plug-ins.
+    ``aliases`` maps other names of keys to these keys."""
 
     top: Sequence[str]
     tables: Mapping[str, Iterable[str] | None]
     seams: Sequence[str]
     several: Sequence[str]
-    choice: Sequence[str]  # the keys of a seam's table
+    choice: Sequence[str]  # keys of a table that chooses a plug-in, such as "name" and "options"
     aliases: Mapping[str, str]
     version: int
     free: Sequence[str] = ()  # options that are tables with arbitrary keys
     not_in_files: Sequence[str] = ("allow_targets",)
-    alone: Sequence[str] = ()  # lists of ``several`` whose value may be a single plug-in
+    # keys of ``several`` whose value may also be a single plug-in, without a list
+    alone: Sequence[str] = ()
 
 
 @dataclass
@@ -116,7 +118,10 @@ class Layers:
         return bool(value) and path[0] != "sampling"
 
     def _write(self, path: Path, value: Any, source: str, where: Where) -> None:
-        """Set a value in the tree and record its source.  ``where`` returns the source of a path inside the value."""
+        """Set a value in the tree and record its source.  ``where`` returns the source of a path inside the value.
+
+        A new name of a plug-in removes the options of the old one.  ConfigError if the path leads through a value that
+        is not a table."""
         if len(path) == 2 and path[0] in self.shape.seams and path[1] == "name":
             self._drop_options(path[0], value, source)
         node = self.tree
@@ -155,7 +160,8 @@ class Layers:
                 del self.origins[leaf]
 
     def _drop_options(self, seam: str, name: Any, source: str) -> None:
-        """Drop the options of a seam's old plug-in if ``name`` is another plug-in."""
+        """Drop the options that were set for a seam (kind of plug-in) before, if ``name`` is another plug-in than the
+        one that they were set for."""
         table = self.tree.get(seam)
         if not isinstance(table, dict):
             return
@@ -216,8 +222,9 @@ def _dotted(path: Path) -> str:
 
 
 def unalias(values: Mapping[str, Any], aliases: Mapping[str, str], where: Callable[[str], str]) -> dict[str, Any]:
-    """Replace option names of other engines by the names of this engine.  ConfigError if a value is given under both
-    names."""
+    """Return options with the names of other engines replaced by the names of this engine (``aliases``).
+
+    ConfigError if an option is given under both names."""
     found: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in values.items():

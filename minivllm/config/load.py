@@ -48,7 +48,7 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """Merge the sources and check the result.  ConfigError names the source of a wrong value.
+    """Return the configuration from all sources, merged and checked.  ConfigError names the source of a wrong value.
 
     ``files`` are TOML, YAML or JSON files.  ``sets`` are texts ``key=value``.  ``flags`` are options with a separate
     flag on the command line.  ``keywords`` are arguments of a Python call.  Sources in ascending precedence: files,
@@ -96,7 +96,9 @@ def _lay_over(
     environ: Mapping[str, str] | None,
     layers: Layers,
 ) -> None:
-    """Merge the environment, ``--set``, flags and keywords over the files."""
+    """Merge the environment, ``--set``, flags and keywords, in this order, over the options of files in ``layers``.
+
+    ``environ`` None means ``os.environ``.  ConfigError for a malformed or doubled setting."""
     environ = os.environ if environ is None else environ
     variables: dict[tuple[str, ...], str] = {}
     for name, text in sorted(environ.items()):  # sorted, so that NAME precedes OPTIONS
@@ -129,7 +131,7 @@ def _always(source: str) -> Callable[[tuple[Any, ...]], str]:
 
 
 def _assignment(text: str) -> tuple[list[str], Any]:
-    """Return the path and the value of a ``--set`` text."""
+    """Return the path and the value of a ``--set`` text.  ConfigError unless it is of the form key=value."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {shown(text)}: expected key=value, for example --set scheduler.name=fcfs")
@@ -154,7 +156,10 @@ def _finish(layers: Layers, files: tuple[str, ...]) -> Loaded:
 
 
 def _checked(model: Any, values: Mapping[str, Any], origins: Mapping[str, str], at: str = "") -> Any:
-    """Construct a model.  ConfigError names the source of each wrong value.  ``at`` is the table of the values."""
+    """Return an object of the class ``model`` (such as EngineConfig) with these options.
+
+    ConfigError names the source of each wrong value.  ``at`` is the name of the table with the options, "" for the top
+    level."""
     try:
         return model(**values)
     except ConfigError as exc:
@@ -190,15 +195,16 @@ def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, A
 
 
 def _relative_module(module: str, folder: Path) -> str:
-    """Convert the path of an adapter, NAME=FOLDER, from relative to a file in ``folder``."""
+    """Return an adapter option NAME=PATH with a path relative to the current folder, for a path that is relative to
+    ``folder``."""
     name, _, path = module.partition("=")
     return f"{name}={os.path.normpath(folder / path)}" if path else module
 
 
 def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Convert the paths in a file from relative to the file to relative to the current folder.
+    """Return the options of a file with paths relative to the current folder instead of the file's ``folder``.
 
-    A model is a path if it looks like one or is an existing directory.
+    The name of a model is a path if it begins with ./ or ../, or is a directory in ``folder``.
     """
 
     def convert(table: Any, key: str, is_path: Callable[[str], bool]) -> None:

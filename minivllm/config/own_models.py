@@ -99,7 +99,7 @@ class OwnModels:
     states: list[tuple[str, Sequence[Recurrent], int]] = field(default_factory=list)
 
     def add(self, part: Part, claim: str, label: str) -> DraftWiring:
-        """Choose the plug-ins of the second model of ``part``, which declares the feature ``claim``.
+        """Choose the plug-ins of the second model of ``part``, which declares the feature ``claim``; return its wiring.
 
         PluginError if its options name no model.  ConfigError, whose message begins with ``label``, if the model is not
         compatible with the served model.
@@ -154,14 +154,18 @@ class OwnModels:
         return HeadFiles(str(checkpoint.folder), checkpoint.hf_config(), names), self.quantizer(checkpoint)
 
     def of_processors(self, processors: Sequence[Part], begins: str) -> dict[str, DraftWiring]:
-        """Choose the plug-ins of the processors' second models, by processor name.  PluginError for contradictory
-        features."""
+        """Choose the plug-ins of the processors' second models, and return their wirings by processor name.
+
+        PluginError for features that exclude each other."""
         models = {}
         for part in processors:
             if "own_model" not in part.features:
                 continue
             for name in WITHOUT:
                 if name in part.features:
-                    raise PluginError(f"{part.name}: it claims own_model and {name}; expected a spec without {name}")
+                    raise PluginError(
+                        f"the spec of {part.name} claims the features own_model and {name}, which exclude each other; "
+                        f"remove {name} from it"
+                    )
             models[part.name] = self.add(part, "own_model", f"{begins}the model of {part.name},")
         return models

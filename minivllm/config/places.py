@@ -71,8 +71,9 @@ class ModelPlaces:
         return open_checkpoint(name, wanted, HubOptions(revision, self.config.download_dir, option), overrides)
 
     def tokenizer(self, model: str, folder: Path) -> Path | None:
-        """Return the directory of the tokenizer, or None if none is needed.  ``folder`` is the directory of
-        ``model``."""
+        """Return the directory of the tokenizer, or None if none is needed.  ``folder`` is the directory of ``model``.
+
+        ModelError if there is no tokenizer.  ConfigError for options that contradict each other."""
         config = self.config
         if config.skip_tokenizer_init:
             if config.tokenizer_mode != PluginChoice():

@@ -34,7 +34,9 @@ def check_requirements(plugins: Sequence[str], origins: Mapping[str, str]) -> No
 
 
 def _missing(text: str, at: str) -> str:
-    """Return why a requirement is not met, or "" if it is."""
+    """Return why a requirement such as "acme-attn>=1.2" is not met, or "" if it is.
+
+    ConfigError, whose message begins with ``at``, if it is malformed."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:

@@ -63,7 +63,9 @@ NO_GRAMMAR = "structured output needs a library (pip install llguidance)"
 def resolve(
     config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] | None = None, weights: bool = True
 ) -> Resolved:
-    """Choose all plug-ins, and download missing files of a model on the hub.  ``weights`` False downloads no weights.
+    """Choose all plug-ins and return the result, after downloading missing files of a model on the hub.
+
+    ``weights`` False downloads no weights.
 
     ConfigError, ModelError, PluginError or ResourceError.  A PluginError of a choice has the attributes ``selections``
     and ``notes`` with the choices so far.
@@ -74,7 +76,7 @@ def resolve(
 def _resolve(
     config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] | None, weights: bool, again: bool
 ) -> Resolved:
-    """Choose all plug-ins as ``resolve``, but without the automatic choice of a drafter.
+    """Choose all plug-ins and return the result as ``resolve``, but without the automatic choice of a drafter.
 
     ``again`` means that a first call has logged the warnings."""
     fold = _fold(config, catalog, origins, weights)
@@ -199,7 +201,7 @@ class _Fold:
             self.notes.append((f"{claim}.states", second_states_explained(states, layers, wiring)))
 
     def _tokenizer(self, path: Path | None) -> Path | None:
-        """Choose the tokenizer for files at ``path``, and return the path."""
+        """Choose the tokenizer plug-in for the files at ``path``, unless it is None.  Return ``path`` unchanged."""
         if path is not None:
             self._pick("tokenizer", self.config.tokenizer_mode, more=describe_files(path))
         return path
@@ -300,7 +302,7 @@ class _Fold:
         self.notes.append((name, sentence))
 
     def _device(self) -> Device:
-        """Choose the device, and store its facts."""
+        """Choose the device, store the facts about it for the next choices, and return it."""
         device = find_device(self.config.device)
         memory = f"{device.memory / 2**30:.1f} GiB"
         self._learn("device", device.kind, f"{device.kind}: {device.name}, {memory} ({device.why})")
@@ -325,8 +327,8 @@ class _Fold:
             if not 90 <= (device.sm or 0) < 120:
                 capability = f"{device.sm / 10:.1f}" if device.sm else "none"
                 raise ConfigError(
-                    f"{setting} on {device.kind}: its product is made for compute capability 9.0 to 11, and "
-                    f"{device.name} has {capability}; use such a GPU, or device=cpu"
+                    f"{setting} on {device.kind}: its matrix product needs a GPU of compute capability 9.0 to 11, "
+                    f"and {device.name} has {capability}; use such a GPU, or device=cpu"
                 )
             missing = Needs("triton", "3.4", 'pip install "minivllm[triton]"').missing()
             if missing is not None:
@@ -337,7 +339,7 @@ class _Fold:
         """Choose the plug-in of the model.
 
         Return (attention layers, config object, length in tokens above which requests use other rotary frequencies or
-        None).
+        None).  ModelError if no plug-in serves the architecture, or if the model cannot be served.
         """
         choice = self.config.model_arch
         file = f"{checkpoint.folder}/config.json"
@@ -413,10 +415,10 @@ class _Fold:
             self._warn("%s/config.json: %s", checkpoint.folder, note)
 
     def _select_model(self, choice: PluginChoice, checkpoint: Checkpoint, features: frozenset[str]) -> Selection:
-        """Choose the plug-in of a model.
+        """Choose the plug-in of a model, and return the selection.
 
-        In this order: a plug-in that names the architecture; for a multimodal checkpoint, a plug-in that names the
-        architecture of its text model; a plug-in for any architecture.  ``model_impl`` restricts the choice.
+        The first that exists is chosen: a plug-in that names the architecture; for a multimodal checkpoint, a plug-in
+        that names the architecture of its text model; a plug-in for any architecture.  ``model_impl`` restricts this.
         """
         impl = self.config.model_impl
         any_architecture = features | {"any_architecture"}
@@ -468,8 +470,9 @@ class _Fold:
         return Served(checkpoint.folder, build_part("model", self.parts["model"]), hf_config, names)
 
     def _drafter(self, second_models: OwnModels, served: Served) -> SpeculationWiring:
-        """Choose the drafter and the number of drafts per step, and the drafter's second model or head if it has
-        one."""
+        """Choose the drafter, the number of drafts per step, and the drafter's second model or head if it has one.
+
+        Return the options of speculative decoding."""
         choice = self.config.drafter
         self._pick("drafter", choice, ("device",))
         part = self.parts["drafter"]
@@ -522,7 +525,9 @@ class _Fold:
             self._pick("grammar", choice)
 
     def _attention(self, specs: Sequence[AttnSpec], invariant: frozenset[str]) -> int:
-        """Choose the attention back end and the block size.  Return the block size."""
+        """Choose the attention back end and the block size.  Return the block size.
+
+        PluginError if the back end does not support a block size that the user has not set."""
         more: dict[str, Any] = {"dim_qk": frozenset(s.dim_qk for s in specs)}
         more["dim_v"] = frozenset(s.dim_v for s in specs)
         more["queries_per_kv"] = tensor_parallel.queries_per_kv(self.config.tensor_parallel_size, specs)
@@ -552,7 +557,7 @@ class _Fold:
         reasons = spec.refuse(PluginQuery({"block": block}), self.catalog["attention"].kind)
         if reasons:
             raise PluginError(
-                f"{chosen.entry}: the block size was left open, and its spec does not support "
+                f"{chosen.entry}: the configuration sets no block size, and the plug-in's spec does not support "
                 f"{label}: {'; '.join(map(str, reasons))}"
             )
         self._learn("block", block, f"{block} ({reason})")
@@ -567,7 +572,7 @@ class _Fold:
         features: frozenset[str] = frozenset(),
         at: str = "",
     ) -> Selection:
-        """Select the plug-in of a kind that supports the given facts and features, as the user's choice allows.
+        """Return the selection of a plug-in of a kind that supports the given facts and features, within the choice.
 
         The facts are those resolved so far whose names are in ``names``, and ``more``.  ``features`` are required.
         ``at`` is the path of the choice in the configuration, by default the option of the kind.  The message of a
@@ -597,7 +602,7 @@ class _Fold:
         more: Mapping[str, Any] | None = None,
         features: frozenset[str] = frozenset(),
     ) -> Candidate:
-        """Choose a plug-in of a kind.  PluginError if none is suitable."""
+        """Choose a plug-in of a kind, store the choice, and return the plug-in.  PluginError if none is suitable."""
         selection = self._select(kind, choice, names, more, features)
         chosen = selection.require()
         self._keep(selection, choice)
@@ -619,7 +624,7 @@ class _Fold:
         return part
 
     def _several(self, kind: str, choices: Sequence[PluginChoice], names: Sequence[str]) -> list[Part]:
-        """Choose the plug-ins of a kind that allows several.  ConfigError if one is there twice."""
+        """Choose the plug-ins of a kind that allows several, and return them.  ConfigError if one is there twice."""
         parts: list[Part] = []
         option = OPTION_OF.get(kind, kind)
         for i, choice in enumerate(choices):

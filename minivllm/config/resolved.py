@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The chosen plug-ins and the reasons.  ``parts`` has one entry for each seam with one plug-in: those of
-    ``wiring.parts``, executor, evictor and scheduler.  ``facts`` are the facts after the last choice."""
+    """The chosen plug-ins and the reasons.  ``parts`` has one entry for each seam (kind of plug-in) with one plug-in:
+    those of ``wiring.parts``, executor, evictor and scheduler.  ``facts`` are the facts after the last choice."""
 
     config: EngineConfig
     wiring: Wiring

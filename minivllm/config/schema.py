@@ -47,7 +47,9 @@ ABSENT: Schema = {
 
 
 def config_schema(catalog: Catalog) -> Schema:
-    """Return the schema as JSON values.  A broken or blocked plug-in becomes a ``$comment`` of its seam."""
+    """Return the JSON Schema of configuration files as JSON values.
+
+    A broken or blocked plug-in is only mentioned, in a ``$comment`` of the option for its kind of plug-in."""
     definitions: Schema = {}
     properties = _fields(EngineConfig, definitions)
     for name in SHAPE.not_in_files:
@@ -80,7 +82,7 @@ def config_schema(catalog: Catalog) -> Schema:
 
 
 def _seam(registry: Registry, definitions: Schema, many: bool) -> Schema:
-    """Return the schema of a seam's option, or of a list of its plug-ins if ``many``."""
+    """Return the schema of the option that chooses a plug-in of one kind, or a list of them if ``many``."""
     kind = registry.kind.name
     names: list[str] = []
     tables: list[Schema] = []

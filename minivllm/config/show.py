@@ -77,7 +77,9 @@ def _flat(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _origin(origins: Mapping[str, str], path: tuple[str, ...]) -> str:
-    """Return the source of a leaf, of a table around it, or of a value inside it, in this order."""
+    """Return the source (such as "exp.toml:7") of the option at a path.
+
+    If none is recorded, return the source of the innermost table around it, or else of a value inside it."""
     for end in range(len(path), 0, -1):
         dotted = ".".join(path[:end])
         if dotted in origins:

@@ -1,5 +1,5 @@
-"""Refuse settings without effect: options for seams that the chosen executor does not run, and checkpoints that no
-quantizer reads."""
+"""Refuse settings without effect: options for kinds of plug-ins that the chosen executor does not run, and quantized
+checkpoints that no quantizer reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def refuse_unused(config: EngineConfig, executor: Candidate, origins: Mapping[str, str]) -> None:
-    """Raise ConfigError for a plug-in that was chosen by name for a seam that the executor does not run.
+    """Raise ConfigError if a plug-in was chosen by name for a seam (kind of plug-in) that the executor does not run.
 
     The executor's trait ``unused`` lists these seams, separated by spaces.
     """
@@ -37,7 +37,9 @@ def refuse_unused(config: EngineConfig, executor: Candidate, origins: Mapping[st
         name = getattr(config, option).name
         if name != "auto":
             setting = f"{begins(source_of(origins, option))}{option}={name} with executor={config.executor.name}"
-            raise ConfigError(f"{setting}, which runs no {seam}: leave {option} out, or use executor=local")
+            raise ConfigError(
+                f"{setting}: this executor does not run {seam} plug-ins; leave {option} out, or use executor=local"
+            )
 
 
 def method_read(checkpoint: Checkpoint, registry: Registry, choice: PluginChoice) -> str:

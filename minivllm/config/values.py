@@ -38,8 +38,8 @@ OTHER_DEVICE_PARTS = (
 
 
 class PluginChoice(BaseModel):
-    """The plug-in of a seam: ``name`` (``auto``, ``sdpa``, ``acme/flash``, ``module:Class``) and its options, or for
-    ``auto`` a list of names to ``prefer``."""
+    """The chosen plug-in of a seam (kind of plug-in): ``name`` (``auto``, ``sdpa``, ``acme/flash``, ``module:Class``)
+    and its options, or for ``auto`` a list of names to ``prefer``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -58,7 +58,9 @@ class PluginChoice(BaseModel):
 
 
 def _choice(value: Any) -> Any:
-    """Convert a name, a table or None to the fields of a ``PluginChoice``.  ValueError for anything else."""
+    """Return a value for ``PluginChoice``, made from a plug-in's name, a table or None.
+
+    ValueError for anything else."""
     if value is None:
         return {}
     names = [value]
@@ -82,19 +84,21 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _choices(value: Any) -> Any:
-    """Convert a list of names and tables.  ValueError for anything else."""
+    """Return a list of values for ``PluginChoice``, made from a list of plug-ins' names and tables.
+
+    ValueError for anything else."""
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"{shown(value)} is not a list: expected names, or tables with name and options")
     return [_choice(v) for v in value]
 
 
 def _list_or_one(value: Any) -> Any:
-    """Convert a list of names and tables, or a single name or table."""
+    """Return a list of values for ``PluginChoice``, made from a list of plug-ins' names and tables, or a single one."""
     return _choices([value] if isinstance(value, (str, Mapping, PluginChoice)) else value)
 
 
 def _impl(value: Any) -> Any:
-    """Replace "vllm", vLLM's name for its own model classes, by "minivllm"."""
+    """Return a value of ``model_impl``, with "minivllm" for "vllm" (vLLM's name for its own model classes)."""
     return "minivllm" if value == "vllm" else value
 
 
@@ -105,7 +109,9 @@ def _dtype(value: Any) -> Any:
 
 
 def _overrides(value: Any) -> Any:
-    """Check that ``hf_overrides`` is a table of JSON values.  ValueError names the wrong key."""
+    """Return ``hf_overrides`` as a dict, after a check that it is a table of JSON values.
+
+    ValueError names the wrong key."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{shown(value)} is not a table: expected keys of config.json with their values")
     todo: list[tuple[str, Any]] = [("", value)]
@@ -127,7 +133,9 @@ def _overrides(value: Any) -> Any:
 
 
 def _pool(value: Any) -> Any:
-    """Convert a name or a table to the fields of ``tokenizer_pool``.  ValueError for anything else."""
+    """Return the fields of the option ``tokenizer_pool``, made from a name or a table.
+
+    ValueError for anything else."""
     table = {"name": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping) or not set(table) <= {"name", "size"}:
         raise ValueError(f"{shown(value)}: expected a name, or a table with name and size")
@@ -142,7 +150,7 @@ def _pool(value: Any) -> Any:
 
 
 def _path(value: Any) -> Any:
-    """Convert a path object to text."""
+    """Return a path object as text, and any other value unchanged."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value
@@ -347,7 +355,7 @@ class EngineConfig(Strict):
     @field_validator("device", mode="before")
     @classmethod
     def _is_built_in(cls, device: Any) -> Any:
-        """Refuse a device for which another package would have to supply the parts."""
+        """Return the device unchanged.  ValueError for a device for which no built-in plug-in exists, such as "tpu"."""
         if device in OTHER_DEVICES:
             raise ValueError(f"no back end for {device} is built in: {OTHER_DEVICE_PARTS}; use cpu or cuda")
         return device

@@ -1,4 +1,4 @@
-"""A plug-in that was considered for a seam, with the reasons against it."""
+"""A plug-in that was considered for a seam (kind of plug-in), with the reasons against it."""
 
 from __future__ import annotations
 

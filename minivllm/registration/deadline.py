@@ -16,8 +16,9 @@ SECONDS = 30.0
 
 
 def seconds() -> float:
-    """Return the time limit for importing one plug-in, in seconds. 0 means no limit.  PluginError if the variable is
-    not a number."""
+    """Return the time limit for importing one plug-in, in seconds; 0 means no limit.
+
+    It is the environment variable MINIVLLM_PLUGIN_TIMEOUT, by default 30.  PluginError if that is not a number."""
     text = os.environ.get(ENV, "")
     try:
         limit = float(text) if text else SECONDS

@@ -253,7 +253,7 @@ def _blocked(dists: set[str], environ: Mapping[str, str]) -> set[str]:
     """Return the distributions that MINIVLLM_PLUGINS blocks.
 
     An unset variable blocks none, an empty one all, ``a,b`` all except a and b, and ``-a`` only a.  Built-in plug-ins
-    are never blocked.
+    are never blocked.  PluginError for a malformed value, and for a package that offers no plug-in.
     """
     text = environ.get(ENV)
     if text is None:

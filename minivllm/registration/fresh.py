@@ -22,7 +22,9 @@ import_target(sys.argv[2])(*sys.argv[3:])
 
 
 def import_target(target: str) -> Any:
-    """Import and return ``package.module:Name`` (or ``:Name.attribute``).  Exceptions of the import pass through."""
+    """Import and return ``package.module:Name`` (or ``:Name.attribute``).
+
+    ImportError for a text of another form.  Exceptions of the import pass through."""
     module, _, path = target.partition(":")
     if not path or not module:
         raise ImportError(f"{shown(target)} is not of the form 'package.module:Name'")

@@ -44,7 +44,9 @@ def find(target: str) -> Given | None:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class that a target names, so that targets can be imported."""
+    """Return the class that a target names, so that targets can be imported from this module.
+
+    AttributeError for a name that no class of this process has."""
     if name in _given:
         return _given[name].cls
     if name.startswith("__"):

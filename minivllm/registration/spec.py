@@ -404,7 +404,7 @@ class Needs:
             )
 
     def missing(self) -> Reason | None:
-        """Return the reason why the need is not satisfied, or None."""
+        """Return the reason why the needed module is missing or too old, or None if it is installed."""
         if not _installed(self.module):
             return Reason(f"needs {self.module}, which is not installed", fix=self.install)
         if not self.version:
@@ -426,7 +426,7 @@ class Needs:
             return importlib.metadata.version(self.dist or top)
         if self.dist:
             return None
-        # This is the last resort, because it reads the metadata of all packages, which takes seconds.
+        # The table of all packages is searched last, because reading their metadata takes seconds.
         with contextlib.suppress(Exception):  # any package may have broken metadata
             return importlib.metadata.version(importlib.metadata.packages_distributions()[top][0])
         return None
@@ -440,7 +440,8 @@ def _installed(module: str) -> bool:
         for name in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return False
-            # The last part of the name is used, because a full name of a namespace package needs an imported parent.
+            # Only the last part of the dotted name is looked up, in the folders of its parent, because a lookup of the
+            # full name would import the parent package.
             spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
         return spec is not None
     except (ImportError, ValueError):
@@ -548,7 +549,9 @@ class Spec:
         return sorted(limit) if isinstance(limit, (set, frozenset)) else []
 
     def refuse(self, request: PluginQuery, kind: Kind) -> tuple[Reason, ...]:
-        """Return all reasons why the plug-in cannot serve a request.  The result is empty if it can."""
+        """Return all reasons why the plug-in cannot serve a request.  The result is empty if it can.
+
+        TypeError if the spec's function ``check`` returns anything but a list of Reason."""
         if self.api[0] != kind.api[0] or self.api[1] > kind.api[1]:
             if tuple(self.api) > kind.api:
                 fix = "written for a newer minivllm: upgrade minivllm"
@@ -614,7 +617,7 @@ def version(api: tuple[int, int]) -> str:
 
 
 def plain(value: Any) -> str:
-    """Return a fact as text.  A set with one value is shown as that value."""
+    """Return the value of a fact as text.  A set with one value is shown as that value."""
     return str(next(iter(value))) if isinstance(value, Set) and len(value) == 1 else describe(value)
 
 
@@ -628,7 +631,8 @@ class Part:
     options: Mapping[str, Any] = field(default_factory=dict)
     options_target: str = ""  # "module:Class" of the pydantic model of the options, "" without options
     features: tuple[str, ...] = ()  # features of the plug-in's spec
-    traits: Mapping[str, Any] = field(default_factory=dict)  # plain traits of the plug-in's spec
+    # traits of the plug-in's spec whose values are texts or numbers
+    traits: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""  # origin of the plug-in for error messages, such as "acme 1.0, entry point 'acme_spec:FLASH'"
 
     def __post_init__(self) -> None:
