@@ -82,7 +82,7 @@ class CommandParser(argparse.ArgumentParser):
             except ConfigError as exc:
                 self.error(str(exc))
         parsed, unknown = super().parse_known_args(args, namespace)
-        # reported by this parser, because only it has the flags of the command
+        # A subcommand's parser reports unknown arguments itself, because only it can suggest flags of the command.
         if unknown and self._subparsers is None:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0])}")
         return parsed, unknown
@@ -216,7 +216,8 @@ def _fail(message: str, code: int) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    """Parse the arguments, call the command's function, and turn its exceptions into messages and exit codes."""
+    """Parse the arguments and run the command.  Return its exit code; an exception becomes a message and an exit
+    code."""
     words = list(sys.argv[1:] if argv is None else argv)
     for word in words:
         if not is_text(word):
@@ -279,7 +280,8 @@ def broken_metadata(exc: Exception) -> str:
 
 
 def one_line(text: str) -> str:
-    """Join the lines of a message with semicolons, or with spaces after a line that ends with punctuation."""
+    """Return a message as one line.  Its lines are joined with semicolons, or with spaces after a line that ends with
+    punctuation."""
     joined = ""
     for part in text.splitlines():
         line = " ".join(part.split())

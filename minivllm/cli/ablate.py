@@ -135,7 +135,7 @@ def _with_settings(args: argparse.Namespace, sets: Sequence[str]) -> argparse.Na
 
 
 def _open(args: argparse.Namespace, sets: Sequence[str]) -> Any:
-    """Build the engine of the configuration with the settings ``sets`` applied on top."""
+    """Return an LLM of the configuration with the settings ``sets`` applied on top."""
     changed = _with_settings(args, sets)
     return open_llm(load(changed), changed)
 

@@ -88,10 +88,9 @@ class PlainView:
 
 
 def markdown(text: str) -> Any:
-    """Parse a text as markdown for rich; HTML tags and the addresses of links are shown, not hidden.
+    """Return a text, parsed as markdown, for rich to print; HTML tags and the addresses of links are shown, not hidden.
 
-    HTML entities are decoded by the parser, so characters that control a terminal are replaced after that.
-    """
+    HTML entities are decoded by the parser, so characters that control a terminal are replaced after that."""
     from markdown_it import MarkdownIt
     from rich.markdown import Markdown
 

@@ -36,10 +36,9 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``minivllm run-batch`` and return its exit code.
+    """Run ``minivllm run-batch`` and return its exit code: 0, 1 if a request failed, or 130 if the run was interrupted.
 
-    It is 0, 1 if a request failed, or 130 if the run was interrupted.
-    """
+    ConfigError if an argument or the configuration is wrong."""
     serve.check_packages("run-batch")
     check_one_model(args)
     if args.concurrency is not None and args.concurrency < 1:

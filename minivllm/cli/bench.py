@@ -45,7 +45,8 @@ def add_commands(command: Any, record: argparse.ArgumentParser, *parents: argpar
 
 
 def profile(args: argparse.Namespace) -> int:
-    """Run ``bench profile`` and return its exit code.  It profiles prefill and decode separately."""
+    """Run ``bench profile`` and return its exit code.  It profiles prefill and decode separately.  ConfigError if
+    ``--trace`` names a file of requests."""
     from minivllm.lab.bench.limits import of_engine
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # without this setting torch's profiler logs its own progress
@@ -120,7 +121,7 @@ def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> J
     """Profile prefill and ``steps`` decode steps of ``batch`` requests with ``length`` prompt tokens each.
 
     Return ``{"prefill": {"steps", "ms": {seam: milliseconds per step}}, "decode": ..., "host_ms": ..., ...}``; a seam
-    is a kind of plug-in.  ``trace`` is the file of the Chrome trace, "" for none.
+    is a kind of plug-in.  ``trace`` is the file of the Chrome trace, "" for none.  EngineDeadError if a request fails.
     """
     from minivllm.lab.bench.limits import of_engine
 

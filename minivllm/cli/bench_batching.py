@@ -32,7 +32,8 @@ LONGEST_TIMEOUT = 10_000  # longest timeout in milliseconds, which is the wait o
 
 
 def batching(args: argparse.Namespace) -> int:
-    """Run ``bench batching`` and return its exit code."""
+    """Run ``bench batching`` and return its exit code.  ConfigError for wrong arguments, such as a dataset with arrival
+    times."""
     import asyncio
 
     from minivllm.lab.bench import batching as lab
@@ -48,7 +49,7 @@ def batching(args: argparse.Namespace) -> int:
             f"{args.dataset}: its requests have arrival times (at); remove them, or use bench serve, which keeps them"
         )
     policies = [(way, _loaded(args, way)) for way in lab.ways(args.batch, args.timeout_ms, args.policy)]
-    # made before any run, so that bad settings are refused at once
+    # The bills of materials are made before the first run, so that wrong settings are refused at once.
     bills = {way.name: bill_of_config(loaded) for way, loaded in policies}
     rows: list[JsonObject] = []
     states: list[JsonObject] = []

@@ -171,10 +171,9 @@ class Measured:
 
 
 def time_all(measured: Sequence[Measured]) -> JsonObject:
-    """Time each operation of a step once, in microseconds.
+    """Return the time of each operation of a step in microseconds, measured once.
 
-    The caller repeats this, so that drift of the machine affects all operations alike.
-    """
+    The caller repeats this, so that drift of the machine affects all operations alike."""
     run: JsonObject = {}
     for operation in measured:
         key = operation.operation.key

@@ -273,7 +273,8 @@ def check_vocab(args: argparse.Namespace, limits: EngineLimits | None) -> None:
 
 
 def _file_requests(args: argparse.Namespace, limits: EngineLimits | None, vocab: int) -> RequestsBySeed:
-    """Return a function from any seed to the requests of ``--dataset``, a file of prompts or a trace."""
+    """Return a function from any seed to the requests of ``--dataset``, a file of prompts or a trace.  ConfigError for
+    a flag that has no meaning with such a file."""
     from minivllm.lab.bench import workload
 
     trace = workload.names_trace(args.dataset)
@@ -350,7 +351,7 @@ def report_smaller(
 
 
 def workload_text(args: argparse.Namespace, requests: Sequence[BenchAsk]) -> str:
-    """Describe the requests of a measurement in one line of text."""
+    """Return a line of text that describes the requests of a measurement."""
     temperature = f"temperature {args.temperature:g}"
     if args.dataset:
         timed = any(request.at is not None for request in requests)
@@ -596,7 +597,7 @@ def memory(args: argparse.Namespace) -> int:
     check_output(args)
     loaded = load(args)
     requests = requests_by_seed(args, limits.planned(loaded))
-    # imported first, so that the memory of torch is not counted for a component
+    # The engine's modules are imported before the measurement, so that the memory of torch counts for no component.
     importlib.import_module("minivllm.frontend.llm")
 
     def build() -> Any:

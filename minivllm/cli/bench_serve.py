@@ -36,7 +36,8 @@ FEWEST = 24
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Run ``bench serve`` and return its exit code."""
+    """Run ``bench serve`` and return its exit code.  ConfigError for wrong arguments, such as a dataset with arrival
+    times together with ``--request-rate``."""
     import asyncio
 
     from minivllm.lab.bench import limits

@@ -24,7 +24,8 @@ def add_commands(command: Any) -> None:
 
 
 def cache(args: argparse.Namespace) -> int:
-    """Run ``minivllm cache`` and return its exit code: 1 if ``verify`` finds damage."""
+    """Run ``minivllm cache`` and return its exit code: 1 if ``verify`` finds damage.  ConfigError if the number of
+    arguments is wrong."""
     from minivllm.plugins.kvstore import archive
 
     root, given = files.expanded(args.path), args.arguments

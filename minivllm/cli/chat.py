@@ -100,7 +100,8 @@ class TerminalChat:
         return True
 
     def _set(self, rest: str, source: ChatSource) -> None:
-        """Show the sampling parameters, or change one of them as ``rest`` says."""
+        """Show the sampling parameters, or change one of them as ``rest`` says.  RequestError for an unknown name or a
+        wrong value."""
         name, _, text = rest.partition(" ")
         text = text.strip()
         if not name:
@@ -119,7 +120,8 @@ class TerminalChat:
         say(f"{name} is {text or 'default'}.")
 
     def _save(self, path: str, source: ChatSource) -> None:
-        """Write the conversation to a new file; an existing file is not overwritten."""
+        """Write the conversation to a new file; an existing file is not overwritten.  ConfigError if no path is given
+        or the file exists; ResourceError if it cannot be written."""
         if not path:
             raise ConfigError("/save: expected the name of a file")
         data = {"system": self.system, "messages": self.turns, "sampling": source.sampling}
@@ -133,7 +135,8 @@ class TerminalChat:
         say(f"{len(self.turns)} messages are in {path}.")
 
     def _load(self, path: str, source: ChatSource) -> None:
-        """Read a conversation from a file, in place of the present one."""
+        """Read a conversation from a file, in place of the present one.  ConfigError if no path is given, or if the
+        file is not one that ``/save`` wrote."""
         if not path:
             raise ConfigError("/load: expected the name of a file")
         text = files.read_given(path, name=f"/load {shown(path)}")
@@ -167,7 +170,8 @@ def _table(values: dict[str, Any]) -> str:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Answer each line of standard input until it ends; return the exit code."""
+    """Answer each line of standard input until it ends; return the exit code.  ConfigError for ``--api-key`` without
+    ``--url``."""
     check_one_model(args)
     if args.url is not None:
         source = server_of(args)

@@ -93,7 +93,7 @@ class Toolkit:
 
 
 def make_reader(terminal: bool, commands: Sequence[str]) -> Callable[[], str | None]:
-    """Return the function that reads the next message."""
+    """Return the function that reads the next message, and returns None at the end of the input."""
     if terminal and importlib.util.find_spec("prompt_toolkit") is not None:
         return Toolkit(commands).read
     return InputLines(terminal).read

@@ -168,7 +168,7 @@ class Server:
         self.model = model if model is not None else self._first_model()
 
     def _first_model(self) -> str:
-        """Return the name of the first model that the server lists."""
+        """Return the name of the first model that the server lists.  ResourceError if there is none."""
         with self._open("/models") as answer:
             found = json.load(answer)
         names = [card["id"] for card in found.get("data", [])]
@@ -192,7 +192,7 @@ class Server:
         """Accept all parameters, because the server checks them."""
 
     def answer(self, messages: Messages) -> str:
-        """Show an answer and return its text without the reasoning."""
+        """Show an answer and return its text without the reasoning.  ResourceError if the server reports an error."""
         usage = {"include_usage": True}
         sent = {name: value for name, value in self.sampling.items() if value is not None}
         body = {"model": self.model, "messages": messages, "stream": True, "stream_options": usage, **sent}

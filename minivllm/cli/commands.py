@@ -95,7 +95,8 @@ def cut_off(tokens: int, most: int | None, engine: Any) -> str:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Run ``minivllm generate`` and return its exit code."""
+    """Run ``minivllm generate`` and return its exit code.  ConfigError if there is no prompt.  If generation fails, the
+    engine's error is raised."""
     from minivllm.core.interfaces.params import SamplingParams
 
     loaded = with_flags(args, load(args))
@@ -229,10 +230,9 @@ def result(prompt: str, output: Any) -> dict[str, Any]:
 
 
 def read_prompts(path: str) -> list[str]:
-    """Read the prompts of a file, one per line.
+    """Return the prompts of a file, one per line.  Empty lines are left out.
 
-    A line of a .jsonl file is a string or an object with a ``prompt``.
-    """
+    A line of a .jsonl file is a string or an object with a ``prompt``.  ConfigError for any other line."""
     prompts = []
     for number, line in enumerate(files.read_lines(path), 1):
         if not line.strip():
@@ -248,13 +248,13 @@ def read_prompts(path: str) -> list[str]:
 
 
 def version(args: argparse.Namespace) -> int:
-    """Print the version of minivllm."""
+    """Print the version of minivllm, and return the exit code 0."""
     print(f"minivllm {minivllm.__version__}")
     return 0
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Run ``minivllm eval`` and return its exit code."""
+    """Run ``minivllm eval`` and return its exit code.  ConfigError for an unknown task or for ``-n`` below 1."""
     from minivllm.pocket import evaluate as quality
     from minivllm.pocket.tasks import TASKS
 

@@ -84,7 +84,8 @@ def target_flags(args: argparse.Namespace) -> JsonObject:
 
 
 def read_config(files: Sequence[str], sets: Sequence[str], flags: Mapping[str, Any]) -> Loaded:
-    """Read a configuration as ``load_config`` does, and make the modules of ``--allow-target`` importable."""
+    """Return the configuration, read as ``load_config`` reads it, and make the modules of ``--allow-target``
+    importable."""
     from minivllm.config import load_config
 
     loaded = load_config(files, sets, flags=flags)
@@ -93,11 +94,10 @@ def read_config(files: Sequence[str], sets: Sequence[str], flags: Mapping[str, A
 
 
 def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
-    """Read the configuration of a command, and print its notes to standard error.
+    """Return the configuration of a command, and print its notes to standard error.
 
     ``files`` are configuration files among the command's positional arguments.  Only these may have a [run] table,
-    which is for `minivllm run`.
-    """
+    which is for `minivllm run`."""
     flags: JsonObject = {"model": args.model} if args.model is not None else {}
     flags |= target_flags(args)
     if getattr(args, "hf_overrides", None) is not None:
@@ -152,11 +152,10 @@ def find_modules(allowed: Sequence[str], config_files: Sequence[str]) -> None:
 
 
 def split_at_commas(text: str, flag: str) -> list[str]:
-    """Split a flag's text at its commas, except those within brackets or within a quoted value.
+    """Return the parts of a flag's text between its commas, except commas within brackets or within a quoted value.
 
     A quote opens a value only where the value begins or within brackets.  ConfigError if a quote or a bracket is not
-    closed.
-    """
+    closed."""
     parts = [""]
     depth = 0  # of brackets
     quote = ""  # the quote character that is open, "" for none
@@ -225,10 +224,9 @@ def record_path(args: argparse.Namespace, loaded: Loaded) -> str | None:
 
 
 def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
-    """Build the engine of a command.
+    """Return a new LLM for a command.
 
-    Its run is recorded if ``--record`` or the ``[run]`` table names a file.
-    """
+    Its run is recorded if ``--record`` or the ``[run]`` table names a file."""
     # imported from ``minivllm``, not ``minivllm.frontend.llm``, because that sets up the environment before torch is
     # imported
     from minivllm import LLM

@@ -46,7 +46,8 @@ def add_commands(command: Any) -> None:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Run ``minivllm compare-hf`` and return its exit code: 0 if every operation is within its bound, else 5."""
+    """Run ``minivllm compare-hf`` and return its exit code: 0 if every operation is within its bound, else 5.
+    ConfigError for a wrong ``--max-tokens`` or ``--bound``."""
     if args.max_tokens < 1:
         raise ConfigError(f"--max-tokens {args.max_tokens}: expected at least 1")
     if args.bound is not None and not 0 < args.bound < float("inf"):

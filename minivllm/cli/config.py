@@ -93,7 +93,7 @@ def plugin_text(plugin: Entry | str | None) -> str:
 
 
 def schema(args: argparse.Namespace) -> int:
-    """Run ``minivllm schema`` and return its exit code."""
+    """Run ``minivllm schema`` and return its exit code.  ConfigError if the output file cannot be written."""
     from minivllm.config.schema import config_schema
     from minivllm.registry import Catalog
 

@@ -67,7 +67,8 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _versions(device: Device, ranks: int, seconds: float) -> Lines:
-    """Report the versions, and fail unless torch has the library by which processes sum tensors."""
+    """Yield the lines that report the versions.  ResourceError unless torch has the library by which processes sum
+    tensors."""
     import torch
     import torch.distributed as dist
 
@@ -82,7 +83,8 @@ def _versions(device: Device, ranks: int, seconds: float) -> Lines:
 
 
 def _device(device: Device, ranks: int, seconds: float) -> Lines:
-    """Describe the devices, their free memory, and the pairs of devices that can read each other's memory."""
+    """Yield lines that describe the devices, their free memory, and the pairs of devices that can read each other's
+    memory."""
     several = f", {device.devices} of it" if device.devices > 1 else ""
     yield "device", f"{device.kind}: {device.name}, {device.memory / 2**30:.1f} GiB{several}"
     if device.kind == "cpu":
@@ -99,7 +101,8 @@ def _device(device: Device, ranks: int, seconds: float) -> Lines:
 
 
 def _memory(device: Device, ranks: int, seconds: float) -> Lines:
-    """Measure how fast shared memory is written."""
+    """Yield a line with the speed at which shared memory is written.  ResourceError if the system has no
+    /proc/self/fd."""
     file = shared_file(SIZE)
     try:
         memory = mmap.mmap(file, SIZE)
@@ -118,7 +121,8 @@ def _memory(device: Device, ranks: int, seconds: float) -> Lines:
 
 
 def _processes(device: Device, ranks: int, seconds: float) -> Lines:
-    """Start a process per rank, and time messages to the first one; with several ranks check their sums."""
+    """Start a process per rank, and yield lines with the time of messages to the first one; with several ranks check
+    their sums."""
     children: list[Child] = []
     try:
         begun = time.monotonic()
@@ -143,10 +147,9 @@ def _processes(device: Device, ranks: int, seconds: float) -> Lines:
 
 
 def _sums(children: list[Child], device: Device, seconds: float) -> Lines:
-    """Make the processes connect and sum tensors, and report the times of the slowest one.
+    """Make the processes connect and sum tensors, and yield lines with the times of the slowest one.
 
-    ResourceError if a process failed.
-    """
+    ResourceError if a process failed."""
     size = len(children)
     file = shared_file(0)
     try:

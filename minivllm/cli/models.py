@@ -183,7 +183,7 @@ def _kv_token(config: Mapping[str, Any]) -> int:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file, {} if there is none."""
+    """Return the JSON object in a file, {} if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -36,7 +36,7 @@ class Report:
     """The result of importing a plug-in.
 
     Milliseconds are None if the import did not get that far.  ``heavy_ms`` has the imports of big libraries by name.
-    ``impl_ms`` counts neither these nor the import of the seam's base class."""
+    ``impl_ms`` counts neither these nor the import of the base class for plug-ins of its kind."""
 
     entry: Entry
     faults: tuple[str, ...] = ()
@@ -200,7 +200,8 @@ class _Clock:
 
 
 def spec_faults(spec: Spec, kind: Kind) -> list[str]:
-    """Return the faults of a spec: names that its seam does not declare, and limits that refuse every query."""
+    """Return the faults of a plug-in's spec: names that its kind of plug-in does not declare, and limits that refuse
+    every query."""
     from minivllm.core.interfaces.params import is_own  # imports numpy, which must not count as the spec's import
 
     accepting = replace(spec, limits=ANY, needs=(), check=None)

@@ -163,7 +163,7 @@ def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
     if matching:
         return [registry.find(name) for registry in matching]
     if name in catalog:
-        raise PluginError(f"{shown(name)} is a seam; `minivllm plugins {name}` lists its plug-ins.")
+        raise PluginError(f"{shown(name)} is a kind of plug-in; `minivllm plugins {name}` lists the plug-ins.")
     labels = {entry.label for registry in registries for entry in registry.entries}
     names = {label.partition("/")[2] for label in labels}
     near = suggest(name, labels | names)
@@ -268,7 +268,7 @@ def _print_end(reports: Sequence[Report], faults: Sequence[Any]) -> None:
 def explain(args: argparse.Namespace) -> int:
     """Run ``minivllm explain`` and return its exit code.
 
-    If the choice of a plug-in for a seam fails, the choices before it and the reasons are printed.
+    If the choice of a plug-in of some kind fails, the choices before it and the reasons are printed.
     """
     from minivllm.device.hardware import prepare_environment
     from minivllm.frontend.explaining import explain_loaded
@@ -288,6 +288,6 @@ def explain(args: argparse.Namespace) -> int:
         found = explain_loaded(loaded, weights=weights, parser=None if seam not in (None, "parser") else parser)
         answer = found.as_dict(args.seam, args.all) if args.json else found.text(args.seam, args.all)
     if found.error is not None and all(seam.chosen is not None for seam in found.of(args.seam)):
-        raise found.error  # the error belongs to another seam than the one that the user named
+        raise found.error  # the error is about another kind of plug-in than the one that the user named
     print(json.dumps(answer, indent=1) if args.json else answer)
     return found.error.exit_code if found.error is not None else 0

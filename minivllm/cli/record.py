@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 
-# exit code of ``diff`` if the source of a part is unknown, so that a difference in it would not be seen
+# exit code of ``diff`` if the source of a plug-in is unknown, so that a difference in it would not be seen
 UNKNOWN_EXIT = 6
 
 
@@ -87,7 +87,7 @@ def _title(path: str, record: Mapping[str, Any]) -> str:
 
 
 def read_record(path: str) -> dict[str, Any] | None:
-    """Read the record of a run from a file; None if the file is an experiment for `minivllm run`."""
+    """Return the record of a run, read from a file; None if the file is an experiment for `minivllm run`."""
     from minivllm.frontend.record import bill
 
     return bill.read(path) if path.lower().endswith(".json") and bill.is_record(path) else None

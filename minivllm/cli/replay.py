@@ -55,7 +55,7 @@ def part_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Run ``minivllm replay`` and return its exit code."""
+    """Run ``minivllm replay`` and return its exit code.  ConfigError for wrong arguments."""
     from minivllm.lab.bench import repeats
     from minivllm.lab.replay import compare
     from minivllm.lab.traces.read import about, read_trace
@@ -102,7 +102,8 @@ def print_figures(row: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def choices_of(args: argparse.Namespace, seam: str) -> list[PluginChoice]:
-    """Return the plug-ins of ``--evictor`` or ``--scheduler``, with the options that ``--set`` gives them."""
+    """Return the plug-ins of ``--evictor`` or ``--scheduler``, with the options that ``--set`` gives them.  ConfigError
+    if a name or an option is wrong."""
     from minivllm.config import load_config
 
     choices = []
@@ -142,8 +143,8 @@ def _options_owner(seam: str, choices: list[PluginChoice], sets: list[str]) -> l
 def configs_of(args: argparse.Namespace, printed: set[str] | None = None) -> list[tuple[str, Loaded]]:
     """Read each ``--config`` file, or the defaults if there is none, and return (label, configuration) of each.
 
-    The notes of each configuration are printed, except those in ``printed``, and added to it.
-    """
+    The notes of each configuration are printed, except those in ``printed``, and added to it.  ConfigError if a file is
+    given twice."""
     if not args.config:
         return [("defaults", read_config([], args.set, target_flags(args)))]
     stems = [Path(file).stem for file in args.config]

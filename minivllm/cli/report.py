@@ -25,7 +25,8 @@ def add_commands(command: Any) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Run ``minivllm report`` and return its exit code."""
+    """Run ``minivllm report`` and return its exit code.  ConfigError for another ending than .html, .png or .svg, or
+    for a file that is not a whole result."""
     from minivllm.lab.bench import plot, repeats
     from minivllm.lab.bench import report as reports
 

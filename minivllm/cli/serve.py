@@ -224,7 +224,8 @@ def generation(text: str) -> dict[str, Any]:
 
 
 def _origins(values: list[str]) -> list[str]:
-    """Return the URLs of ``--allowed-origins``, written as ``A B`` or, as in vLLM, as ``'["A", "B"]'``."""
+    """Return the URLs of ``--allowed-origins``, written as ``A B`` or, as in vLLM, as ``'["A", "B"]'``.  ConfigError if
+    the JSON is malformed."""
     if len(values) != 1 or not values[0].startswith("["):
         return values
     try:
@@ -248,7 +249,8 @@ def _module(value: str) -> str:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Run ``minivllm serve`` until it is stopped, and return its exit code."""
+    """Run ``minivllm serve`` until it is stopped, and return its exit code.  ConfigError if arguments contradict each
+    other."""
     check_packages("serve")
     loaded = load(args)
     if loaded.server.cluster == "ray":
@@ -267,7 +269,8 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _serve_on_ray(args: argparse.Namespace, loaded: Loaded) -> int:
-    """Start the server on a Ray cluster, or write its Ray configuration, and return the exit code."""
+    """Start the server on a Ray cluster, or write its Ray configuration, and return the exit code.  ConfigError for
+    flags that a Ray cluster cannot follow, such as ``--middleware``."""
     from minivllm.server import logs
     from minivllm.server.cluster.run import serve_on_ray, write_file
     from minivllm.server.serve import given_keys

@@ -64,7 +64,8 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Run ``minivllm calibrate`` and return its exit code."""
+    """Run ``minivllm calibrate`` and return its exit code.  ConfigError if ``--seconds`` is outside 1 to 3600, or if
+    the executor is simulated."""
     if not 1 <= args.seconds <= 3600:
         raise ConfigError(f"--seconds {args.seconds:g}: expected 1 to 3600")
     watts = _watts(args.watts)

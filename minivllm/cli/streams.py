@@ -33,7 +33,8 @@ class Lost(io.TextIOBase):
 
 
 def open_closed_streams() -> Lost | None:
-    """Open closed standard streams on /dev/null; return the replacement of standard output if that was closed."""
+    """Open closed standard streams on /dev/null.  Return the replacement of standard output if that was closed, else
+    None."""
     lost = None
     for number, name in enumerate(NAMES):
         try:

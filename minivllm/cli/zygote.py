@@ -29,7 +29,7 @@ def add_commands(command: Any) -> None:
 
 
 def zygote(args: argparse.Namespace) -> int:
-    """Run ``minivllm zygote`` and return its exit code."""
+    """Run ``minivllm zygote`` and return its exit code.  ConfigError for a command after a verb other than ``run``."""
     from minivllm.runtime.processes import zygote as server
 
     server.check_system()
@@ -50,7 +50,8 @@ def zygote(args: argparse.Namespace) -> int:
 
 
 def ask(verb: str) -> dict[str, Any] | None:
-    """Send "stop" or "status" to the zygote process and return its answer; None if no zygote is running."""
+    """Send "stop" or "status" to the zygote process and return its answer; None if no zygote is running.  ResourceError
+    if it ends the connection without an answer."""
     from minivllm.runtime.processes import zygote as server
 
     end = server.connect()
@@ -65,7 +66,8 @@ def ask(verb: str) -> dict[str, Any] | None:
 
 
 def start(idle: float) -> int:
-    """Start the zygote process, and return the exit code when it can run commands."""
+    """Start the zygote process (a warm process that is forked for each command), and return the exit code 0 once it can
+    run commands.  ConfigError if ``idle``, in seconds, is not positive.  ResourceError if the process cannot start."""
     from minivllm.registration import fresh
 
     if not 0 < idle < float("inf"):
@@ -91,7 +93,8 @@ def start(idle: float) -> int:
 
 
 def run(words: list[str]) -> int:
-    """Run a command in a fork of the zygote, and return its exit code."""
+    """Run a command of minivllm in a fork of the zygote, and return its exit code.  ConfigError if no command is given.
+    ResourceError if no zygote is running, if it refuses, or if it ends first."""
     from minivllm.runtime.processes import zygote as server
 
     if not words or words[0] == "zygote":

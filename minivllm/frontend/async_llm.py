@@ -165,7 +165,7 @@ class AsyncLLM(FrontDoor):
         dimensions: int | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Embed prompts, as ``LLM.embed`` does.  Cancelling the task aborts the requests."""
+        """Return the embeddings of prompts, as ``LLM.embed`` does.  Cancelling the task aborts the requests."""
         from . import embedding
 
         self._refuse_within("embed")
@@ -248,7 +248,8 @@ class AsyncLLM(FrontDoor):
     async def update_weights(
         self, weights: Any, *, partial: bool = False, finite: bool = True, kv: str = "recompute"
     ) -> int:
-        """Replace the weights between two steps, as ``LLM.update_weights`` does."""
+        """Replace the weights between two steps and return the number of the new version, as ``LLM.update_weights``
+        does."""
         from .weights import update
 
         return await self._ask(lambda: update(self.engine, weights, partial, finite, kv))
@@ -305,7 +306,8 @@ class AsyncLLM(FrontDoor):
         return self._tokenizer()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Abort running requests, end the thread and free the memory.  A second call does nothing."""
+        """Abort running requests, end the thread and free the memory.  A second call does nothing.  EngineDeadError if
+        the thread is still in a step after ``timeout`` seconds; call ``close`` again later."""
         self._refuse_within("close")
         self._loop.inbox.close()
         self._thread.join(timeout)

@@ -34,11 +34,11 @@ log = logging.getLogger("minivllm")
 
 
 def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, Tokenizer | None]:
-    """Choose the plug-ins, load the model and start the executor.
+    """Choose the plug-ins, load the model and start the executor.  Return the engine, the choices and the tokenizer
+    (None with ``skip_tokenizer_init``).
 
     ``live`` means that clients use real time.  PluginError names an external plug-in that raises an unexpected
-    exception.
-    """
+    exception."""
     times = StartTimes()
     config = loaded.engine
     local = config.executor.name in ("auto", "local", "minivllm/local") and config.tensor_parallel_size == 1
@@ -56,8 +56,8 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
 
 
 def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resolved, Tokenizer | None]:
-    """Build the engine as ``build_engine``, but pass exceptions of plug-ins on.  ``times`` records the seconds of each
-    part of the start."""
+    """Build the engine and return what ``build_engine`` returns, but pass exceptions of plug-ins on.  ``times`` records
+    the seconds of each part of the start."""
     with times.of("imports"):
         from minivllm.core.engine.engine import Engine
         from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
@@ -117,7 +117,7 @@ def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resol
 
 
 def choose_parts(loaded: Loaded, times: StartTimes) -> Resolved:
-    """Choose the plug-ins of a configuration, and record in ``times`` the seconds of each part of this work."""
+    """Return the plug-ins chosen for a configuration, and record in ``times`` the seconds of each part of this work."""
     with times.of("imports"):
         from minivllm.config.resolve import resolve
         from minivllm.registry import Catalog
@@ -157,10 +157,10 @@ def start_executor(
 
 
 def started(executor: Executor, wiring: Wiring, times: StartTimes) -> Capacity:
-    """Start an executor, and record in ``times`` the seconds of the parts that it reports.
+    """Start an executor and return its capacity.  Record in ``times`` the seconds of the parts of the start that the
+    executor reports.
 
-    The part "executor" has the rest of the time.
-    """
+    The rest of the time is recorded as the part "executor"."""
     with times.of("executor"):
         capacity = executor.start(wiring)
         with contextlib.suppress(NotImplementedError):
@@ -276,10 +276,11 @@ def refuse_own_clock(executor: Any, name: str, live: bool) -> Any:
 
 
 def windows_kept(resolved: Resolved) -> tuple[int | None, ...]:
-    """Return the attention window of each KV group.
+    """Return for each KV group (the layers that share one block table) how many tokens back its layers attend, None for
+    all.
 
-    If second models store their keys and values in the blocks of the first group, that group has no window.
-    """
+    If second models, such as a draft model, store their keys and values in the blocks of the first group, the entry of
+    that group is None."""
     wiring, (first, *others) = resolved.wiring, resolved.windows
     shared = wiring.own_models or wiring.speculation.draft_model is not None
     return (None if shared else first, *others)

@@ -49,7 +49,7 @@ class EmbedOptions:
 
     @classmethod
     def of(cls, door: FrontDoor, pooling: Any, normalize: Any, dimensions: Any, truncate: Any) -> EmbedOptions:
-        """Check the options of a call.  RequestError names a wrong one."""
+        """Return the checked options of a call.  RequestError names a wrong one."""
         wiring, hidden = door.engine.wiring, door.engine.capacity.hidden
         name = default_pooling(wiring.model_dir).chosen(pooling)
         if not isinstance(normalize, bool):
@@ -133,7 +133,8 @@ def listed(prompts: Any) -> list[Any]:
 def embed_requests(
     door: FrontDoor, prompts: Sequence[Any], options: EmbedOptions, done: Callable[[Tracked], None] | None = None
 ) -> list[Tracked]:
-    """Return a request for each prompt.  ``done`` is called with each request once it has ended."""
+    """Return a request for each prompt.  ``done`` is called with each request once it has ended.  RequestError gives
+    the number of the first prompt that is refused."""
     params = SamplingParams(max_tokens=1, detokenize=False)
     made = []
     for number, prompt in enumerate(tokenized(prompts, door.tokenizer), 1):

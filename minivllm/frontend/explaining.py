@@ -73,7 +73,8 @@ def _parser_sentence(folder: str, chat_template: str | None, parser: Callable[[T
 
 
 def imported(explanation: Explanation) -> Explanation:
-    """Import each chosen implementation, as the engine would, because a spec may name a class that does not exist."""
+    """Import each chosen implementation, as the engine would, because a spec may name a class that does not exist.
+    Return the explanation with the errors of failed imports."""
     selections = []
     error = explanation.error
     for selection in explanation.selections:

@@ -47,10 +47,10 @@ def load(config: Any, options: Mapping[str, Any], stacklevel: int = 3) -> Loaded
 
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the classes in options, such as ``LLM(evictor=MyEvictor, hooks=[Watch])``, by targets.
+    """Return options in which each class, as in ``LLM(evictor=MyEvictor, hooks=[Watch])``, is replaced by its target
+    (the name by which it can be imported).
 
-    The source code of each class is read now, because a notebook may change it before a record is written.
-    """
+    The source code of each class is read now, because a notebook may change it before a record is written."""
     found = dict(options)
     for key, value in options.items():
         name = ALIASES.get(key, key)
@@ -62,7 +62,9 @@ def named(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(value: Any) -> Any:
-    """Replace a class by its target, also as the name or among the preferred names in a table."""
+    """Return an option value with each class replaced by its target, a text such as "module:Class".
+
+    In a table, the class may be the ``name``, or among the names in ``prefer``."""
     if isinstance(value, type):
         from minivllm.frontend.record.live import source_of_class
         from minivllm.registration.given import give

@@ -274,7 +274,8 @@ class LLM(FrontDoor):
     def chat_stream(
         self, messages: Any, sampling_params: Any = None, split_special_tokens: bool = True, **template: Any
     ) -> OutputStream:
-        """Stream the answer to a conversation.  Further keywords and ``split_special_tokens`` are those of ``chat``."""
+        """Return a stream of the answer to a conversation.  Further keywords and ``split_special_tokens`` are those of
+        ``chat``.  RequestError if the conversation or a keyword is wrong."""
         check_template_keywords(template, ("add_generation_prompt", "taps", "lora_request"))
         taps, lora = template.pop("taps", None), template.pop("lora_request", None)
         template["reader"] = self.images

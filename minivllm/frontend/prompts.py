@@ -136,7 +136,8 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None, reader: ImageReader | 
 
 
 def _read_text(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
-    """Return a prompt without its images."""
+    """Return the text and token ids of a prompt, without its images.  RequestError if it is malformed, or if it is a
+    text and there is no tokenizer."""
     text, salt = None, None
     if isinstance(prompt, Mapping):
         _check_keys(prompt)
@@ -212,7 +213,8 @@ def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
 
     A bad word is encoded both as the beginning of a text and after a space, because most vocabularies distinguish
     these.
-    """
+
+    RequestError if a text is too long or malformed, or if there is no tokenizer."""
     # A negative prompt without a scale, or in both forms, remains and is refused later by its name.
     if {NEGATIVE, SCALE} <= params.extra.keys() and NEGATIVE_IDS not in params.extra and tokenizer is not None:
         text = params.extra[NEGATIVE]
@@ -256,7 +258,8 @@ def is_one_prompt(prompts: Any) -> bool:
 
 
 def params_for(params: Any, n: int) -> list[SamplingParams]:
-    """Return one SamplingParams per prompt, from a SamplingParams, a list of them, a mapping, or None."""
+    """Return one SamplingParams for each of ``n`` prompts, made from a SamplingParams, a list of them, a mapping, or
+    None for the defaults.  RequestError for another type, or for a list of another length."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, Mapping):
@@ -277,7 +280,8 @@ def params_for(params: Any, n: int) -> list[SamplingParams]:
 
 
 def taps_for(taps: Any, n: int) -> list[tuple[Tap, ...]]:
-    """Return the taps of each of n prompts, from a list of ``Tap`` for all of them, a list of such lists, or None."""
+    """Return the taps of each of ``n`` prompts, from a list of ``Tap`` for all of them, a list of such lists, or None.
+    RequestError for anything else, or if the number of lists is not ``n``."""
     if taps is None:
         return [()] * n
     expected = "expected a list of Tap, or one for each prompt"
@@ -295,7 +299,8 @@ def taps_for(taps: Any, n: int) -> list[tuple[Tap, ...]]:
 
 
 def adapters_for(lora: Any, n: int) -> list[LoRARequest | None]:
-    """Return the adapter of each of n prompts, from a LoRARequest for all of them, a list of those, or None."""
+    """Return the adapter of each of ``n`` prompts, from a LoRARequest for all of them, a list of LoRARequests, or None.
+    RequestError for anything else, or if the length of the list is not ``n``."""
     if lora is None or isinstance(lora, LoRARequest):
         return [lora] * n
     if not isinstance(lora, (list, tuple)) or not all(one is None or isinstance(one, LoRARequest) for one in lora):

@@ -88,8 +88,9 @@ class TapParts(NamedTuple):
 
 
 def parts_of(seq: Seq, tokens: int | None = None) -> dict[str, TapParts] | None:
-    """Return the values of ``values_of`` as views without copies, because the values of a long prompt are large and all
-    branches share them."""
+    """Return for the name of each tap the values of ``values_of`` as views, None if the request reads none.
+
+    They are not copied, because the values of a long prompt are large and all branches share them."""
     request = seq.request
     own = seq.tap_values
     head = request.sequences[0].tap_values

@@ -18,7 +18,8 @@ SHARED_MEMORY = "/dev/shm"
 
 
 def update(engine: Engine, weights: Any, partial: bool, finite: bool, kv: str) -> int:
-    """Replace the weights of an engine, as ``LLM.update_weights`` does, on the engine's thread."""
+    """Replace the weights of an engine, on the engine's thread, and return the number of the new version, as
+    ``LLM.update_weights`` does."""
     with source_of(engine, weights) as source:
         return engine.weights.update(**source, partial=partial, finite=finite, kv=kv)
 
@@ -49,7 +50,8 @@ def source_of(engine: Engine, weights: Any) -> Iterator[dict[str, Any]]:
 
 
 def written(tensors: list[Any]) -> str:
-    """Write tensors to a new folder in shared memory, or on the disk if it is too small, and return its path."""
+    """Write tensors to a new folder in shared memory, or on the disk if it is too small, and return its path.
+    RequestError if an item is not a pair of a name and a tensor, or if a name is there twice."""
     from safetensors.torch import save_file
     from torch import Tensor
 

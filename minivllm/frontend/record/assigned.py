@@ -90,7 +90,7 @@ def _assignments(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.e
 
 
 def _begins(value: ast.expr | None, literals: Entries, name: str) -> str:
-    """Return the kind of a name's first value, and add the value to ``literals`` if it is a literal."""
+    """Return how a name gets its first value (LITERAL, CLOCK or COMPUTED), and add a literal to ``literals``."""
     if value is None:
         return COMPUTED
     try:

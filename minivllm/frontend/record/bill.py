@@ -49,11 +49,12 @@ def make(
     since: float = 0.0,
     first: bool = False,
 ) -> Entries:
-    """Return the bill of a resolved configuration.  ``capacity`` describes the built engine, None before it is built.
+    """Return the bill of materials of a resolved configuration.
 
-    ``since`` is the Unix time at which the engine was built.  Sources with a later change are named in
-    ``changed_sources``, because the running code may be older than their text.  ``first`` means that the engine is the
-    first of its process and has had no request, so that the values its plug-ins read are as the start left them.
+    ``capacity`` describes the built engine, None before it is built.  ``since`` is the Unix time at which the engine
+    was built.  Sources with a later change are named in ``changed_sources``, because the running code may be older than
+    their text.  ``first`` means that the engine is the first of its process and has had no request, so that the values
+    its plug-ins read are as the start left them.
     """
     import minivllm
 
@@ -91,7 +92,7 @@ def make(
 
 
 def finish(bill: Entries, results: Mapping[str, Any] | None, requests: Any = None) -> Entries:
-    """Return a copy of the bill with the results, the recorded requests if there are any, and the fingerprint."""
+    """Return a copy of a bill of materials with the results, the recorded requests (if any) and the fingerprint."""
     from .nodes import fingerprint
 
     done = {**bill, "results": results}
@@ -104,9 +105,9 @@ def finish(bill: Entries, results: Mapping[str, Any] | None, requests: Any = Non
 
 
 def chosen(resolved: Resolved) -> Iterator[tuple[str, Selection, Part]]:
-    """Yield the option name of a seam, the selection and the plug-in of each chosen part.
+    """Yield (option name, selection, plug-in) for each chosen plug-in.
 
-    Seams with several plug-ins have names such as ``processors.name``.
+    A plug-in of a kind that allows several has an option name such as ``processors.name``.
     """
     from minivllm.registration.spec import OPTION_OF
 
@@ -126,7 +127,7 @@ def chosen(resolved: Resolved) -> Iterator[tuple[str, Selection, Part]]:
 
 
 def _part(seam: str, selection: Selection, part: Part) -> Entries:
-    """Return the entry of a chosen plug-in in the bill."""
+    """Return the entry of a chosen plug-in in the bill of materials."""
     candidate = selection.require()
     entry = candidate.entry
     needs = candidate.spec.needs if candidate.spec else ()
@@ -262,7 +263,8 @@ def _checkpoint(directory: str, load_format: str) -> Entries:
 
 
 def _tokenizer(folder: Path) -> Entries:
-    """Return the bill's entry of the tokenizer in a folder: hash and files, and the commit of a hub snapshot."""
+    """Return the entry of a tokenizer in the bill of materials: the hash and the files of its folder, and the commit of
+    a hub snapshot."""
     return _identified(folder, sources.tokenizer_identity(folder))
 
 
@@ -297,7 +299,7 @@ def _reasons(selection: Selection) -> Entries:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for JSON: a set to a sorted list, an array to a list, any other object to text."""
+    """Return a value that JSON can hold: a sorted list of a set, a list of an array, the text of any other object."""
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=str)
     if hasattr(value, "tolist"):  # numpy
@@ -334,7 +336,9 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def is_record(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file is a bill, False also for broken JSON.  ConfigError if the file cannot be read."""
+    """Return whether a file is a record of a run (a bill of materials); False for broken JSON.
+
+    ConfigError if the file cannot be read."""
     raw = files.read_bytes(path, files.LARGE)
     try:
         found = files.parse_json(raw.decode(), str(path))
@@ -344,7 +348,9 @@ def is_record(path: str | os.PathLike[str]) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> Entries:
-    """Return the bill in a file.  ConfigError if the file is no complete bill of this format version."""
+    """Return the bill of materials in the record of a run.
+
+    ConfigError if the file is no complete bill of this format version."""
     found = files.read_json(path, files.LARGE, expected=EXPECTED)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ConfigError(f"{path}: no record of a run; expected {EXPECTED}")

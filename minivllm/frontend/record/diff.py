@@ -1,4 +1,4 @@
-"""Compare two bills: the differences, the consequences of each, and a summary in one line."""
+"""Compare the bills of materials of two runs: the differences, their consequences, and a summary in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAME, OTHER, UNKNOWN = "same", "other", "unknown"
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between two bills; ``a`` and ``b`` are its values as text.
+    """A difference between the bills of materials of two runs; ``a`` and ``b`` are its values as text.
 
     ``follows`` names the differences that caused it; a difference with a cause is not part of the verdict.  ``counts``
     is whether it can change the tokens; the verdict then calls it ``subject``.  ``requested`` means that the user set
@@ -38,7 +38,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing two bills."""
+    """The result of comparing the bills of materials of two runs."""
 
     differences: tuple[Difference, ...]
     tokens: str  # "same", "other" or "unknown"
@@ -93,7 +93,9 @@ def _differ_verb(names: Sequence[str]) -> str:
 
 
 def compare(a: JsonObject, b: JsonObject, results: bool = True) -> Comparison:
-    """Compare two bills.  ``results`` False leaves out requests and results, for a run that has not begun."""
+    """Return the differences between the bills of materials (records of all that affects a run) of two runs.
+
+    ``results`` False leaves out requests and results, for a run that has not begun."""
     left = nodes(a)
     right = nodes(b)
     names = [name for name in {**left, **right} if results or name not in ("prompts", "sampling")]
@@ -137,7 +139,9 @@ def _differences(pairs: Mapping[str, tuple[DiffNode | None, DiffNode | None]]) -
 
 
 def _of_machine(found: Iterable[Difference]) -> Iterator[str]:
-    """Yield the differences of machine and environment, all of which the verdict calls "the machine"."""
+    """Yield a text "name: a -> b" for each difference of machine or environment that counts and has no cause.
+
+    The verdict calls all of these "the machine"."""
     for difference in found:
         if difference.counts and not difference.follows and difference.subject == "the machine":
             name = difference.name.removeprefix("machine.").removeprefix("environment.")
@@ -145,7 +149,8 @@ def _of_machine(found: Iterable[Difference]) -> Iterator[str]:
 
 
 def _differ(x: DiffNode | None, y: DiffNode | None) -> bool:
-    """Return whether two nodes differ.  None stands for a node that a bill does not have."""
+    """Return whether two nodes (comparable values of two bills of materials) differ.  None stands for a node that one
+    bill does not have."""
     if x is None or y is None:
         node = x or y
         return node is not None and not node.both
@@ -170,7 +175,7 @@ def _causes(x: DiffNode | None, y: DiffNode | None, differing: set[str], pairs: 
 
 
 def _left_open(x: DiffNode | None, y: DiffNode | None) -> bool:
-    """Return whether both bills left a value open in the same way."""
+    """Return whether the users of both runs left the choice of a value to minivllm, with the same request."""
     return x is not None and y is not None and x.requested == y.requested and x.open and y.open
 
 
@@ -239,9 +244,9 @@ def _decides(seam: str) -> bool:
 
 
 def _values(a: JsonObject, b: JsonObject) -> tuple[list[Difference], dict[str, list[str]]]:
-    """Compare the values that the code of plug-ins in both bills reads.
+    """Compare the values that the code of plug-ins reads, for plug-ins that are in both bills of materials.
 
-    Returns the values that differ, and by seam sentences about values that cannot be compared.
+    Return the values that differ, and for each kind of plug-in sentences about values that cannot be compared.
     """
     first = bool(a.get("first_engine") and b.get("first_engine"))
     others = {(part["seam"], part["name"]): part for part in b["parts"]}
@@ -269,10 +274,11 @@ def _values(a: JsonObject, b: JsonObject) -> tuple[list[Difference], dict[str, l
 
 
 def _value_pairs(x: JsonObject, y: JsonObject, same_source: bool) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value in x, value in y) of the values of a plug-in in two bills, None for a missing value.
+    """Yield (name, value in x, value in y) of the values that a plug-in's code reads, None for a missing value.
 
-    Skips values of modules that one run had not loaded.  If the sources differ, skips names that only one has, because
-    the other source does not contain them.
+    ``x`` and ``y`` are the entries of the plug-in in two bills of materials.  Values of modules that one run had not
+    loaded are skipped.  If the sources differ, names that only one entry has are skipped too, because the other source
+    does not contain them.
     """
     for name in {**x["values"], **y["values"]}:
         left = x["values"].get(name)

@@ -279,7 +279,8 @@ def lines_of(function: types.FunctionType) -> str | None:
 
 
 def _class_text(cls: type, functions: list[types.FunctionType]) -> str | None:
-    """Return the text of a class, from the file or notebook cell of its functions, or else from its module."""
+    """Return the text of a class, from the file or notebook cell of its functions, or else from its module.  None if
+    the class is not found there."""
     for function in functions:
         code = function.__code__
         text = _around(code.co_filename, cls.__qualname__, code.co_firstlineno)

@@ -39,10 +39,9 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: Any) -> Entries:
-    """Describe the CPU, the memory, and the GPU if ``device`` (a hardware.Device) is one.
+    """Return entries that describe the CPU, the memory, and the GPU if ``device`` (a hardware.Device) is one.
 
-    On a CPU the instruction set of the native kernels is included.  No name of a host or user is.
-    """
+    On a CPU the instruction set of the native kernels is included.  The names of the host and the user are not."""
     import torch
 
     from minivllm.device.hardware import find_device

@@ -1,4 +1,4 @@
-"""A bill divided into the values that can differ, each with the value that was asked for and its possible causes.
+"""Divide a bill of materials (of a run) into nodes: values that can differ, each with its possible causes.
 
 The order of the wiring gives the causes: device, dtype, model, quantizer, KV format, attention, block size ...  A value
 that the user left open (``requested`` is equal in both bills) may differ because a value that causes it differs.
@@ -21,7 +21,7 @@ IDENTITY = ("model", "parts", "options", "requests")  # the groups that the fing
 QUIET = ("config_version", "requires", "enforce_eager", "download_dir", "energy")
 ABOUT_MODEL = ("model", "revision", "tokenizer", "tokenizer_revision", "skip_tokenizer_init")  # see ``_model``
 LIBRARIES = ("torch", "cuda", "triton", "transformers", "tokenizers")  # libraries whose version can change a token
-# environment variables that are not counted, because their effect is visible in the parts or the machine
+# environment variables that are not counted, because their effect is visible in the plug-ins or the machine
 CHOOSING = ("MINIVLLM_PLUGINS", "MINIVLLM_STRICT_PLUGINS", "MINIVLLM_NATIVE", "MINIVLLM_ISA")
 # properties of the machine that can change a token
 MACHINE = ("cpu", "native", "cores", "threads", "gpu", "compute_capability", "driver")
@@ -47,7 +47,7 @@ LOOK_ON = ("hooks", "kvstore")
 
 @dataclass(frozen=True)
 class DiffNode:
-    """A comparable value of a bill.
+    """A comparable value of a bill of materials.
 
     ``open`` means that the user left the choice to minivllm.  ``owner`` names a node that must be equal for this one to
     be compared; the options of another plug-in are no difference of their own.  ``subject`` is the name in the verdict.
@@ -92,7 +92,7 @@ def show(value: Any) -> str:
 
 
 def nodes(bill: JsonObject) -> dict[str, DiffNode]:
-    """Return all nodes of a bill by name, in the order in which they are printed."""
+    """Return all nodes (comparable values) of a bill of materials by name, in the order in which they are printed."""
     found: dict[str, DiffNode] = {}
     for make in (_model, _parts, _options, _requests, _versions, _machine):
         found |= {node.name: node for node in make(bill)}
@@ -207,9 +207,10 @@ def _parts(bill: JsonObject) -> Iterator[DiffNode]:
 
 
 def _implementation(part: JsonObject, subject: str, owner: str) -> Iterator[DiffNode]:
-    """Yield the nodes of the code and the options of one plug-in, which are compared only with the same plug-in.
+    """Yield nodes (comparable values) for the code and for the options of one plug-in.
 
-    ``owner`` is the node of the plug-in's seam, "" for one of several plug-ins of a seam.
+    They are only compared if the other run has the same plug-in.  ``owner`` is the name of the node that names the
+    chosen plug-in of this kind, "" for a kind with several plug-ins.
     """
     name = f"{subject}@{part['name']}"
     counts = subject.partition(".")[0] not in LOOK_ON

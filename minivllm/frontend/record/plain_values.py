@@ -38,7 +38,8 @@ BY_TEXT = (enum.Enum, range, slice, decimal.Decimal, fractions.Fraction, datetim
 IDLE = (logging.Logger, type(threading.Lock()), type(threading.RLock()), threading.local, threading.Event,
         threading.Condition, contextvars.ContextVar, weakref.ref, weakref.WeakKeyDictionary,
         weakref.WeakValueDictionary, weakref.WeakSet)  # fmt: skip
-HIDING = ("ctypes", "io", "mmap", "socket", "ssl", "select")  # modules of objects that are addresses or file positions
+# Modules whose objects hold addresses, open files or positions in them, so that their attributes do not describe them.
+HIDING = ("ctypes", "io", "mmap", "socket", "ssl", "select")
 
 
 class UnknownValueError(ValueError):
@@ -134,7 +135,7 @@ class ValueText:
             self._open.discard(id(value))
 
     def _composed(self, value: Any, kind: type, depth: int) -> Any:
-        """Return the JSON form of a container or an object."""
+        """Return the JSON form of a container or an object.  UnknownValueError if its type is not supported."""
         name = kind.__name__
         if isinstance(value, (list, tuple, collections.deque)):
             self._count(len(value))
@@ -158,7 +159,7 @@ class ValueText:
         raise UnknownValueError(_kind(value))
 
     def _object(self, value: Any, kind: type, depth: int) -> Any:
-        """Return the JSON form of an instance of any class."""
+        """Return the JSON form of an instance of any class.  UnknownValueError if its state cannot be read."""
         name = f"{kind.__module__}:{kind.__qualname__}"
         inner = getattr(value, "__wrapped__", None)
         if inner is None and kind.__module__.startswith("triton"):
@@ -186,7 +187,8 @@ class ValueText:
         return [name, self._text("".join(base)), [[key, self.of(member, depth)] for key, member in held.items()]]
 
     def _of_c(self, value: Any, depth: int) -> list[Any]:
-        """Return the state of an object of C code that can be pickled, nothing for a plain ``object()``."""
+        """Return the state of an object of C code as pickling gives it, an empty list for a plain ``object()``.
+        UnknownValueError if the object cannot be pickled."""
         if type(value) is object:
             return []
         if isinstance(value, struct.Struct):
@@ -230,7 +232,8 @@ def _names_a_type(kind: type) -> bool:
 
 
 def _array(value: Any) -> tuple[str, list[int], bytes] | None:
-    """Return dtype, shape and bytes of an array or of a tensor on any device, None for other values."""
+    """Return dtype, shape and bytes of an array or of a tensor on any device, None for other values.  UnknownValueError
+    if a numpy array has Python objects."""
     kind = type(value)
     if hasattr(value, "detach") and kind.__module__.startswith("torch"):
         import torch

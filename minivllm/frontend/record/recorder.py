@@ -37,7 +37,7 @@ class RunRecorder:
         self._bill: Entries | None = None
 
     def begin(self, resolved: Resolved, engine: Any) -> None:
-        """Note the engine that was built; with a path make its bill."""
+        """Store the engine that was built and, if the recorder has a path, make its bill of materials."""
         global engines
         engines += 1
         self.first = engines == 1
@@ -48,7 +48,9 @@ class RunRecorder:
             self.prepare()
 
     def prepare(self) -> Entries:
-        """Return the bill without results.  The first call hashes the sources and reads the machine."""
+        """Return the bill of materials without results.
+
+        The first call hashes the sources and reads the properties of the machine."""
         from minivllm.frontend.record import bill
 
         if self._bill is None:
@@ -57,7 +59,7 @@ class RunRecorder:
         return self._bill
 
     def bill_of_materials(self) -> Entries:
-        """Return the bill with the results so far.  Before the first request ``results`` is None."""
+        """Return the bill of materials with the results so far.  Before the first request ``results`` is None."""
         from minivllm.frontend.record import bill, values
 
         prepared = self.prepare()

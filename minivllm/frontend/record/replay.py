@@ -73,7 +73,7 @@ def _params(values: JsonObject) -> Entries:
 
 
 def check(record: JsonObject, now: JsonObject, path: str, force: bool = False) -> list[str]:
-    """Compare a record with the bill of the run that would start now, and return notes about differences.
+    """Compare a record with the bill of materials of the run that would start now, and return notes about differences.
 
     ConfigError if a source, a version, a model file or an automatic choice differs that the user did not choose, or if
     the weights of the recorded engine were updated.  With ``force`` such a difference is a note as well.

@@ -136,7 +136,8 @@ class _Scope:
 
     def __init__(self, module: str) -> None:
         self.top = module.partition(".")[0]
-        self.beside: Path | None = None  # the folder of an experiment, or None
+        # folder of a module outside of site-packages, whose files belong to the plug-in; None for an installed package
+        self.beside: Path | None = None
         file = _file(self.top)
         if file is None or self.top == "minivllm":
             return
@@ -275,7 +276,8 @@ def located(module: str) -> tuple[bytes, float] | None:
 
 
 def _file(module: str) -> Path | None:
-    """Return the file of a loaded module, or the file that an import would load, without importing it."""
+    """Return the file of a loaded module, or the file that an import would load, without importing it.  None if there
+    is none."""
     here = getattr(sys.modules.get(module), "__file__", None)
     if here:
         return Path(here)

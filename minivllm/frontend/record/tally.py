@@ -48,7 +48,8 @@ class ResultTally:
         self._prompts = self._sampling = self._outputs = 0
         # number of sequences whose routes were read, and the sum of the hashes of these routes
         self._routed = self._routes = 0
-        self._route_counts: np.ndarray | None = None  # number of tokens of these sequences that used each expert
+        # number of tokens that used each expert, over the sequences whose routes were read
+        self._route_counts: np.ndarray | None = None
         self._active = 0  # requests that have not ended
         self._busy = 0.0  # seconds with active requests, up to the last time without one
         self._since = 0.0  # time at which the present period with active requests began

@@ -70,7 +70,8 @@ def beside(modules: Iterable[str], source: Source, builtin: bool) -> dict[str, E
 
 
 def look_again(parts: Iterable[JsonObject]) -> None:
-    """Mark as ``moving`` the values of the plug-ins ``parts`` of a bill that have changed since the bill was made."""
+    """Mark as ``moving`` the values read by the plug-ins ``parts`` of a bill of materials that have changed since the
+    bill was made."""
     for part in parts:
         before = part.get("values")
         if not before:
@@ -229,7 +230,8 @@ class _Reads:
             self._add(getattr(thing, "__module__", "") or "", thing.__qualname__, thing, ())
 
     def _text_of(self, module: str, key: str) -> tuple[str, JsonObject]:
-        """Return the kind of a name's first value, and the literals of the module of the plug-in that assigns it."""
+        """Return how a name gets its first value (LITERAL, CLOCK or COMPUTED of ``assigned``), and the values of all
+        literals in the module of the plug-in that assigns it."""
         for name in (module, *sorted(self.scope)):
             analysis = assigned.of_module(name)
             if key in analysis.begins:
