@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "minivllm-usage", 1
 SUMS = ("runs", "requests", "prompt_tokens", "output_tokens", "seconds", "joules")
-# largest numbers of names of models and of plug-ins of a seam, of days, and of characters of a name
+# largest numbers: of names of models, and of plug-ins of one kind; of days; of characters of a name
 MOST, DAYS, LONGEST = 100, 366, 200
 OTHERS = "others"
 EVERY = 300.0  # seconds between writes of a running process
@@ -140,7 +140,8 @@ def _lock_of(at: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(seconds: float) -> Iterator[bool]:
-    """Hold the lock of the file, and yield whether it could be acquired within ``seconds``."""
+    """Hold the lock of the file, and yield whether it could be acquired within ``seconds``.  ConfigError if the folder
+    or file cannot be written."""
     at = path()
     try:
         at.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

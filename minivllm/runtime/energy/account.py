@@ -107,7 +107,8 @@ class EnergyAccount:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _plan(self, launch: Callable[[], StepPlan | None]) -> StepPlan | None:
-        """Launch a step, and note its start and the stays in its slots."""
+        """Return the plan of the step that ``launch`` submits, None if it submits none.  Note the start of the step and
+        the stays of the requests in its slots."""
         if not self._working:
             self._settle_late()
             self._read()  # the joules counted up to now belong to the idle engine

@@ -27,7 +27,7 @@ STEPS = ("minivllm_plan_and_submit", "minivllm_publish", "minivllm_step_finished
 class EngineHooks:
     """Subscriber to the events of an engine that calls its hooks.  It subscribes only to events of implemented hooks.
 
-    ``parts`` maps each seam to its plug-in, for the view of the engine."""
+    ``parts`` maps each kind of plug-in to the chosen plug-in, for the view of the engine."""
 
     def __init__(self, manager: HookManager, parts: Mapping[str, str], engine: Engine) -> None:
         self.manager = manager
@@ -80,7 +80,7 @@ class EngineHooks:
         try:
             self.manager.start(engine=self.view)
         except BaseException as exc:
-            # the hooks that have started release their resources afterwards
+            # Hooks that have started already are called for the stop, so that they release their resources.
             self.stopped(f"a hook failed at start: {exc}")
             raise
 
@@ -125,12 +125,13 @@ class EngineHooks:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _launch(self, launch: Callable[[], StepPlan | None]) -> StepPlan | None:
-        """Plan and submit a step inside the wrappers."""
+        """Plan and submit a step inside the wrappers (generators that hooks run around it).  Return its plan, None if
+        there is no step."""
         turn = self.clock.count
         return self.manager.wrap("minivllm_plan_and_submit", lambda: self._note(launch()), self._seen, turn=turn)
 
     def _note(self, plan: StepPlan | None) -> StepPlan | None:
-        """Store the view of a submitted step, and return its plan."""
+        """Store the view of a submitted step, and return its plan.  ``plan`` None means that no step was submitted."""
         if plan is not None:
             # now, because a slot may belong to another sequence when the result arrives
             sequence = self.engine.slots.id[plan.slots]

@@ -116,7 +116,8 @@ class HookContracts:
 
     @hookspec
     def minivllm_publish(self, step: PlannedStep) -> Generator[None, None, None]:
-        """Wrap the publication of a step's result: text, streams, ends of sequences, and the prefix cache."""
+        """Wrap the publication of a step's result: text, streams, ends of sequences, and the prefix cache.  It is a
+        generator that yields once, where the publication takes place."""
         raise NotImplementedError
 
     # ---- first result --------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ class PluginFigures:
         stats["figures"]           {"scheduler": {"tenants": 3, ...}, "evictor": {...}, "evictor:1": {...}}
         stats["figure_failures"]   {"scheduler": "ValueError: ..."}, for plug-ins whose figures failed
 
-    A name is the name of a seam, or ``processor:NAME`` or ``strategy:NAME`` for seams with several plug-ins.  Further
-    plug-ins of a seam (an evictor for each KV group) have a number.  A processor and the sampler exist twice: the plain
+    A name is a kind of plug-in, or ``processor:NAME`` or ``strategy:NAME`` for kinds with several plug-ins.  Further
+    objects of a kind (an evictor for each KV group) have a number.  A processor and the sampler exist twice: the plain
     name means the object of the worker, and the name of the object that binds parameters on the host ends with " host".
     The names of ranks after the first end with " rank N".
     """
@@ -38,7 +38,7 @@ class PluginFigures:
         self._last: list[dict[str, Any]] = []  # the last figures of the worker, which ends before a record is written
 
     def of(self, seam: str, plugin: Plugin) -> Plugin:
-        """Add a plug-in if it has a method ``figures``, and return it."""
+        """Add a plug-in under its kind (``seam``) if it has a method ``figures``, and return the plug-in."""
         number = self._made[seam] = self._made.get(seam, -1) + 1
         ask = getattr(plugin, "figures", None)
         if callable(ask):
@@ -46,7 +46,7 @@ class PluginFigures:
         return plugin
 
     def each(self, seam: str, plugins: list[tuple[str, Plugin]]) -> list[tuple[str, Plugin]]:
-        """Add several plug-ins of a seam by their names, and return them."""
+        """Add several plug-ins of a kind, each under "KIND:NAME", and return them."""
         return [(name, self.of(f"{seam}:{name}", plugin)) for name, plugin in plugins]
 
     def of_host(self, processors: list[tuple[str, Plugin]]) -> list[tuple[str, Plugin]]:
@@ -65,7 +65,7 @@ class PluginFigures:
         engine.events.stats_asked.subscribe(self.add_to)
 
     def later(self, seam: str, find: Callable[[], Any]) -> None:
-        """Add a plug-in that is created at its first use.  ``find`` returns None until then."""
+        """Add a plug-in of the kind ``seam`` that is created at its first use.  ``find`` returns None until then."""
 
         def ask() -> Any:
             own = getattr(find(), "figures", None)

@@ -99,7 +99,7 @@ class HookManager:
 
     @classmethod
     def make(cls, parts: Sequence[Part], only: str = "") -> HookManager:
-        """Make the plug-ins, or those with the hook ``only``.
+        """Return a manager of new instances of the plug-ins, or only of those with the hook ``only``.
 
         First-result hooks are called in this way before there is an engine."""
         wanted = [p for p in parts if not only or hasattr(_class(p), only)]
@@ -191,7 +191,8 @@ class HookManager:
 
 
 def _begin(generator: Any) -> bool:
-    """Run a wrapper up to its yield and return True."""
+    """Run a wrapper (a generator with one yield) up to its yield and return True.  RuntimeError if it ends without a
+    yield."""
     try:
         next(generator)
     except StopIteration:
@@ -200,7 +201,8 @@ def _begin(generator: Any) -> bool:
 
 
 def _send(generator: Any, value: Any) -> None:
-    """Run a wrapper from its yield to its end.  The yield returns a value."""
+    """Run a wrapper (a generator with one yield) from its yield to its end; ``value`` is the result of the yield.
+    RuntimeError if it yields again."""
     try:
         generator.send(value)
     except StopIteration:
@@ -292,7 +294,8 @@ def read_config(parts: Sequence[Part], path: str) -> tuple[str, Mapping[str, Any
 
 
 def _first_result(parts: Sequence[Part], hook: str, kind: Any, expected: str, **values: Any) -> tuple[str, Any] | None:
-    """Return the first answer to a first-result hook.  PluginError if it does not have the type ``kind``."""
+    """Return (name of the plug-in, answer) of the first plug-in that answers the hook ``hook``, None if none does.
+    PluginError if the answer does not have the type ``kind``."""
     found = HookManager.make(parts, hook).first_result(hook, **values) if parts else None
     if found is not None and not isinstance(found[1], kind):
         name, answer = found

@@ -27,7 +27,7 @@ class EngineView:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    parts: Mapping[str, str]  # seam -> plug-in, for seams with a single plug-in
+    parts: Mapping[str, str]  # kind of plug-in -> name of the plug-in, for kinds with a single plug-in
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class PlannedStep:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows of the step, each of which computes tokens of one sequence."""
         return len(self.q_len)
 
     @property

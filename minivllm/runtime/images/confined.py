@@ -71,7 +71,7 @@ class ConfinedImages:
         return image
 
     async def _in_turn(self, source: ImageSource) -> PreparedImage:
-        """Run the job of an image when a worker is free."""
+        """Return an image that a worker process has prepared, as soon as a worker is free."""
         job = {"kind": source.kind, "media_type": source.media_type}
         data = source.value.encode("utf-8", "surrogatepass")
         async with self._seats.one() as worker:

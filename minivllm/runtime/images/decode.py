@@ -59,7 +59,8 @@ def bytes_of_url(url: Any) -> bytes:
 
 
 def bytes_of_base64(text: Any, media_type: Any = None) -> bytes:
-    """Return the bytes in base64 text.  ``media_type`` None means that the client has named none."""
+    """Return the bytes in base64 text.  ``media_type`` None means that the client has named none.  RequestError for
+    other media types, malformed text and too large files."""
     if media_type is not None:
         kind = str(media_type).lower().removeprefix("image/") if isinstance(media_type, str) else ""
         if kind not in FORMATS or not str(media_type).lower().startswith("image/"):
@@ -156,7 +157,8 @@ def head_of(data: bytes) -> list[Any]:
 
 
 def _of_file(module: Any, data: bytes) -> Image:
-    """Return the image in the bytes of a file."""
+    """Return the image in the bytes of a file.  RequestError if they are no picture of a supported format, if it has
+    too many pixels, or if it is an animation."""
     check_bytes(data)
     try:
         image = _opened(module, data)
@@ -181,7 +183,8 @@ def _opened(module: Any, data: bytes) -> Image:
 
 
 def _of_image(module: Any, image: Image) -> Image:
-    """Return a PIL image in RGB.  Several threads may pass one image, whose file may not be read yet."""
+    """Return a PIL image in RGB.  Several threads may pass one image, whose file may not be read yet.  RequestError if
+    it cannot be read."""
     _check_size(*image.size)
     try:
         with OPENED:
@@ -216,7 +219,8 @@ def _upright(image: Image) -> Image:
 
 
 def _rgb(image: Image) -> Image:
-    """Return an image in RGB.  Transparent pixels become white, and 16 bits of gray become 8."""
+    """Return an image in RGB.  Transparent pixels become white, and 16 bits of gray become 8.  RequestError for 32-bit
+    pixels."""
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I;16"):

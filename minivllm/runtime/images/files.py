@@ -25,7 +25,7 @@ from .decode import check_bytes, decoded, file_of, head_of, pillow
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# other systems cannot limit the processes, so files are decoded in the process of the caller
+# Only Linux can limit the memory of the decoding processes; elsewhere, files are decoded in the caller's process.
 CONFINES = sys.platform == "linux"
 
 
@@ -59,8 +59,8 @@ class FileDecoder:
         return decoded(source) if found is None else found
 
     async def _in_turn(self, job: dict[str, Any], data: bytes) -> Image | None:
-        """Decode a file when a worker is free.  None if the mode or size in the head of the file differs from the
-        job's."""
+        """Return the image that a worker process has decoded from a file.  None if the mode or size in the head of the
+        file differs from the job's."""
         async with self._seats.one() as worker:
             memory = self._memory[worker]
             answer, _ = await confined.run_job(self._confined, worker, {**job, "memory": memory}, data)
@@ -108,7 +108,9 @@ def make(hello: bytes) -> Work:
     prepare(lambda: pillow().init(), confined.WARM * confined.SECONDS, confined.WARM * confined.MEGABYTES)
 
     def work(job: dict[str, Any], parts: list[bytes]) -> list[bytes]:
-        """Decode a file.  Nothing is decoded for a PIL image whose reader was set to another size or mode."""
+        """Write the pixels of the decoded file to the job's shared memory, and return its size, or the error, as JSON.
+
+        Nothing is decoded for a PIL image whose reader was set to another size or mode; the JSON is then {}."""
         if job["head"] not in (None, head_of(parts[0])):
             return [b"{}"]
         try:

@@ -98,7 +98,8 @@ class ImageReader:
         return image
 
     def _prepared_of(self, image: Image) -> PreparedImage:
-        """Return a decoded image after ``prepare``, or the equal image that a request has."""
+        """Return a decoded image after ``prepare``, or the equal image that a request has.  RequestError if it has too
+        many tokens."""
         with self._copying:
             pixels = np.array(image)  # the program may change its image at any time
         digest = digest_of(pixels, image.size)

@@ -137,7 +137,8 @@ class Outgoing:
         return at
 
     def unheard(self) -> bool:
-        """Return whether the reader may be asleep, so that the last piece needs a bell."""
+        """Return whether the reader may be asleep, so that a bell (a byte on the socket) must wake it for the last
+        piece."""
         barrier()
         return bool(self._words[self._asleep])
 
@@ -243,7 +244,8 @@ class Channel:
             begin = end
 
     def _make_room(self) -> None:
-        """Wait a moment for the reader.  Read its messages meanwhile, because it may wait for room as well."""
+        """Wait a moment for the reader.  Read its messages meanwhile, because it may wait for room as well.
+        ChannelClosed if the other process has ended, ChannelStuck if it has read nothing for ``patience`` seconds."""
         self._gather()
         if self._ended:
             raise ChannelClosed("the other process has ended")
@@ -255,7 +257,8 @@ class Channel:
         time.sleep(PAUSE)
 
     def _ring(self, file: int) -> None:
-        """Send a bell, with a descriptor if ``file`` is not negative."""
+        """Send a bell (a byte on the socket that wakes the reader), with a descriptor if ``file`` is not negative.
+        ChannelClosed if the other process has ended."""
         files = [] if file < 0 else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
         try:
             while True:
@@ -346,7 +349,9 @@ class Channel:
         return bool(self._came)
 
     def _hear(self, wait: bool = False) -> bool:
-        """Receive bells and the descriptors with them.  Return whether there were any, or the end of the socket."""
+        """Receive bells (bytes on the socket that wake the reader), and store the descriptors that came with them.
+
+        Return True if there were bells or the other end has closed the socket, which is stored too."""
         try:
             found, beside, _, _ = self._sock.recvmsg(NOTES, BESIDE, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -157,7 +157,7 @@ class Child:
             self._process.wait(seconds)
 
     def _gone(self) -> Message | None:
-        """Raise the error about a process that has ended while another one holds its end of the channel."""
+        """Raise ChannelClosed because the process has ended while another one holds its end of the channel."""
         raise ChannelClosed("the process has ended; another one holds its end of the channel")
 
     def _ended(self) -> ChildEnded:
@@ -204,11 +204,10 @@ def signal_name(number: int) -> str:
 
 
 def attach(sock: str, memory: str, last: Callable[[], None] | None = None) -> Channel:
-    """Open the channel to the parent process, in a process that it has started.
+    """Return the channel to the parent process, in a process that it has started.
 
     ``sock`` and ``memory`` are the numbers of inherited file descriptors.  When the parent closes the channel, this
-    process ends; ``follow`` describes how, and when it calls ``last``.
-    """
+    process ends; ``follow`` describes how, and when it calls ``last``."""
     ours = socket.socket(fileno=int(sock))
     ours.set_inheritable(False)
     channel = Channel(ours, int(memory), started=True)

@@ -129,7 +129,8 @@ class Confined:
         return [_Seat(*await asyncio.open_unix_connection(sock=ours, limit=1 << 20)) for ours, _ in pairs]
 
     def _spawn(self, argv: list[str], passed: list[int]) -> subprocess.Popen[bytes]:
-        """Start the parent process with the descriptors ``passed``, and send it ``hello()``."""
+        """Return the parent process of the workers, started with the descriptors ``passed``, after it was sent
+        ``hello()``."""
         # no threads of libraries, because a fork does not copy threads
         quiet = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         null = subprocess.DEVNULL

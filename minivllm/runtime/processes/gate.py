@@ -50,7 +50,8 @@ def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
 
 
 def _exactly(sock: socket.socket, size: int, end: float) -> bytes:
-    """Receive ``size`` bytes until the time ``end`` (``time.monotonic``).  Refused if the connection ends."""
+    """Return ``size`` bytes received from the socket until the time ``end`` (``time.monotonic``).  Raise Refused if the
+    connection ends."""
     found = b""
     while len(found) < size:
         sock.settimeout(max(1e-3, end - time.monotonic()))

@@ -14,9 +14,10 @@ import os
 import threading
 import time
 
-EARLY = 200e-6  # seconds, because a sleep ends about 100 us late
-LATE = 150e-6  # seconds
-LONG = 10e-3  # seconds; for longer waits the cost of waking up is negligible
+# Polling begins so many seconds before the expected end of a wait, because a sleep ends about 100 us late.
+EARLY = 200e-6
+LATE = 150e-6  # polling ends so many seconds after the expected end of a wait
+LONG = 10e-3  # a process does not poll for waits of more seconds, for which the cost of waking up is negligible
 GAIN = 0.25  # weight of the latest wait in the mean
 
 

@@ -17,7 +17,7 @@ PHASES = ("starts", "meets the others", "loads the model", "is ready")
 # begun and done: number of the last step + 1; calls: finished calls between processes, operation: the present call;
 # met and left: collective operations that the device of the process has begun and has ended
 PHASE, BEGUN, DONE, CALLS, OPERATION, MET, LEFT = range(7)
-LINE = 8  # number of words of a process
+LINE = 8  # number of 8-byte words that the page has for each process
 
 
 class StatusPage:

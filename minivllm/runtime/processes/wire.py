@@ -101,7 +101,8 @@ class Wire(Channel):
                 raise ChannelClosed("the other process has ended") from e
 
     def _wait_for_room(self, since: float) -> None:
-        """Wait a moment for the reader.  Read its messages meanwhile, because it may wait for room as well."""
+        """Wait a moment for the reader.  Read its messages meanwhile, because it may wait for room as well.
+        ChannelStuck if it has read nothing for ``patience`` seconds, ChannelClosed if its machine is out of reach."""
         if time.monotonic() - since > self.patience:
             raise ChannelStuck(f"has read nothing from the connection for {self.patience:.0f} s")
         if not self._lives():

@@ -128,7 +128,7 @@ def connect() -> socket.socket | None:
 
 
 def send(end: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send a message, with open descriptors, as its length and JSON."""
+    """Send a message, with open descriptors, as its length and JSON.  ConfigError if it is too long."""
     data = json.dumps(message).encode()
     if len(data) > LONGEST:
         raise ConfigError(f"the command and its environment have {len(data)} bytes; a zygote takes at most {LONGEST}")

@@ -135,7 +135,8 @@ class _Lists:
         return self._rules.rule(joined(first, f"{more}*" if self._parallel else "", *self._rules.items(calls.end)))
 
     def _arguments(self, calls: Calls, function: Function) -> str:
-        """Return the Lark sequence (expressions in order) for the arguments of a function."""
+        """Return the Lark sequence (expressions in order) for the arguments of a function.  Inexpressible if a strict
+        schema cannot be expressed in a grammar."""
         arguments = Arguments(self._rules, calls)
         if not function.strict:
             return arguments.open()
@@ -180,7 +181,8 @@ def _spelled_text(
     texts: Mapping[str, list[str]],
     several: str,
 ) -> str:
-    """Return the start of a grammar of free text in which an opening tag is text, or calls have no tag."""
+    """Return the start of a grammar of free text in which an opening tag is text, or calls have no tag.  Inexpressible
+    if such calls cannot be combined in one grammar."""
     if untagged and rules.form.reasoning is not None:
         raise Inexpressible("calls without a tag in answers that begin with reasoning")
     if untagged and texts:

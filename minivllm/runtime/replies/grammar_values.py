@@ -114,7 +114,8 @@ class Arguments:
             yield self._member(key, inner), key in required
 
     def _member(self, key: str, schema: Any) -> str:
-        """Return the Lark sequence for an argument with its name."""
+        """Return the Lark sequence for an argument with its name.  Inexpressible if the name cannot be written
+        there."""
         if self._calls.arguments == PYTHON:
             normal = unicodedata.normalize("NFKC", key)
             name = PYTHON_NAME.fullmatch(key) and key.isidentifier() and normal == key and key != "__debug__"
@@ -143,7 +144,8 @@ class Arguments:
     # ---- text between tags -------------------------------------------------------------------------------------------
 
     def _pair_value(self, schema: Any) -> str:
-        """Return the Lark expression for a value between tags, including the closing tag."""
+        """Return the Lark expression for a value between tags, including the closing tag.  Inexpressible if no listed
+        value can be written there."""
         pairs = self._calls.pairs
         assert pairs is not None
         after = self._rules.items(pairs.after)
@@ -174,7 +176,8 @@ class Arguments:
         return joined(self._rules.terminal(f"{body} {after[0]}"), *after[1:])
 
     def _add_other(self, schema: Any, bodies: list[str], pieces: list[str]) -> None:
-        """Add a schema of values that may occur instead of a text: to the lexeme of the text, or as JSON."""
+        """Add a schema of values that may occur instead of a text: to the lexeme of the text, or as JSON.
+        Inexpressible if the text could be either a string or a bounded number."""
         types = certain_types(schema, self._root) or set()
         brackets = types & {"object", "array"}
         if brackets and brackets == types:
@@ -203,8 +206,7 @@ class Arguments:
         """Return the name of a terminal for the texts that fit the schema of a string.
 
         ``without`` are texts that it must not contain.  ``kinds`` are types (such as "number") whose values it must not
-        look like.
-        """
+        look like.  Inexpressible if a length in the schema is not a whole number."""
         least, most = schema.get("minLength"), schema.get("maxLength")
         body = "TEXT"
         if least or most is not None:
@@ -228,7 +230,7 @@ class Arguments:
         return choices
 
     def _divide(self, schema: Any, choices: Choices, level: int) -> None:
-        """Add the values of a schema to the choices."""
+        """Add the values of a schema to the choices.  Inexpressible for a schema that a grammar cannot express."""
         if level > MOST_LEVELS:
             raise Inexpressible(f"references and alternatives that are nested deeper than {MOST_LEVELS} levels")
         own = _own(schema)
@@ -262,7 +264,8 @@ class Arguments:
             choices.schemas.append({"type": name, **conditions})
 
     def _divide_listed(self, own: dict[str, Any], choices: Choices) -> None:
-        """Add the values of an ``enum`` or ``const`` to the choices."""
+        """Add the values of an ``enum`` or ``const`` to the choices.  Inexpressible if the schema has further
+        conditions."""
         if own.keys() - {"type", "enum", "const"}:
             raise Inexpressible("an enum or const with further conditions")
         values = own["enum"] if "enum" in own else [own["const"]]
@@ -274,7 +277,8 @@ class Arguments:
             choices.schemas.append({"enum": others})
 
     def _inner(self, own: dict[str, Any]) -> list[Any] | None:
-        """Return the alternatives of a schema with alternatives, or None."""
+        """Return the alternatives of a schema that is a reference, ``anyOf`` or ``allOf`` with one member; None for
+        others.  Inexpressible if the reference has no target."""
         if own.keys() == {"$ref"}:
             target = find(self._root, own["$ref"])
             if target is None:

@@ -154,7 +154,9 @@ class DescribedReply:
     # ---- text --------------------------------------------------------------------------------------------------------
 
     def _text(self) -> bool:
-        """Read text of the content or of the reasoning, up to the head of a call."""
+        """Read text of the content or of the reasoning, up to the head of a call (its text before the arguments).
+
+        Return False to wait for more text, True to continue with the next state."""
         if self._undecided and not self._thinking:
             return self._decide()
         if self._fresh and not self._thinking:
@@ -194,7 +196,9 @@ class DescribedReply:
         return WAIT
 
     def _decide(self) -> bool:
-        """Read the first character of the content, which decides between JSON and calls."""
+        """Read the first character of the content, which decides whether the answer is JSON or text with calls.
+
+        Return False to wait for more text, True to continue with the next state."""
         match = SPACES.match(self._buffer, self._at)
         begin = match.end() if match else self._at
         if begin == len(self._buffer) and not self._final:
@@ -204,7 +208,8 @@ class DescribedReply:
         return self._enter(self._answer if is_json else self._text)
 
     def _answer(self) -> bool:
-        """Read an answer in JSON, in which tags are text."""
+        """Add the new text of an answer in JSON, in which tags are text, to the content.  Return WAIT: the parser waits
+        for more text."""
         self._out.say(self._spelled(self._buffer[self._at :]))
         self._at = len(self._buffer)
         return WAIT
@@ -243,7 +248,9 @@ class DescribedReply:
         self._inline = self._fenced = False
 
     def _first(self) -> bool:
-        """Read the beginning of the content, where a call may stand without a tag.  Return False to wait for text."""
+        """Read the beginning of the content, where a call may stand without a tag.
+
+        Return False to wait for more text."""
         match = SPACES.match(self._buffer, self._at)
         at = match.end() if match else self._at
         if at > self._at:
@@ -380,7 +387,8 @@ class DescribedReply:
             self._enter(self._pairs)
 
     def _start_brackets(self, form: FormPlan) -> None:
-        """Set the brackets of arguments that are converted at their end."""
+        """Set the finder of the bracket that ends the arguments, for a syntax that is converted to JSON at the end of
+        the arguments."""
         if form.calls.arguments == PYTHON:
             self._brackets = python_brackets()
         elif form.calls.arguments == OBJECT:
@@ -389,7 +397,9 @@ class DescribedReply:
             self._brackets = quoted_brackets(form.quotes)
 
     def _collect(self) -> bool:
-        """Read a call up to its last bracket."""
+        """Read a call up to its last bracket, then convert it to JSON, or add it to the content if it is no call.
+
+        Return False to wait for more text, True to continue with the next state."""
         end, read = self._brackets.end(self._buffer, self._at)
         self._collected.append(self._buffer[self._at : read])
         self._at = read
@@ -430,7 +440,8 @@ class DescribedReply:
         return text
 
     def _release(self) -> bool:
-        """Add the held text to the content, because it turned out to be no call."""
+        """Add the held text to the content, because it turned out to be no call.  Return True: the parser goes on in
+        the text."""
         held = "".join(self._held + self._collected)
         self._held = []
         self._collected = []
@@ -438,7 +449,9 @@ class DescribedReply:
         return self._enter(self._text)
 
     def _stream(self) -> bool:
-        """Read arguments in JSON, and return them piece by piece."""
+        """Add the new text of arguments in JSON to the parts of the call.
+
+        Return False to wait for more text, True at the end of the arguments."""
         form = self._form
         assert form is not None
         pieces, self._at, ended = self._scanner.read(self._buffer, self._at, form, self._final, self._shown)
@@ -454,7 +467,9 @@ class DescribedReply:
         return self._enter(following)
 
     def _rest(self) -> bool:
-        """Read the end of the object of a call, and further members of it."""
+        """Read the end of an object with the name and the arguments of a call, and skip members before the end.
+
+        Return False to wait for more text, True to continue with the next state."""
         while True:
             end, _ = matched(END_OF_OBJECT, self._buffer, self._at)
             member, _ = matched(MEMBER, self._buffer, self._at)
@@ -469,7 +484,9 @@ class DescribedReply:
             return self._enter(self._after)
 
     def _after(self) -> bool:
-        """Read the closing tags of a call, or the head of a further call of a list."""
+        """Read the closing tags of a call, or the head of a further call of a list.
+
+        Return False to wait for more text, True to continue with the next state."""
         form = self._form
         assert form is not None
         before = len(form.ends) - (1 if form.calls.end.strip() else 0)
@@ -502,7 +519,9 @@ class DescribedReply:
     # ---- arguments with tags -----------------------------------------------------------------------------------------
 
     def _pairs(self) -> bool:
-        """Read the head of an argument, or the end of the arguments."""
+        """Read the text before the value of an argument, which has the argument's name, or the end of the arguments.
+
+        Return False to wait for more text, True to continue with the next state."""
         pair = self._pair()
         end, key = matched(pair.head, self._buffer, self._at)
         if end == PARTIAL and not self._final:
@@ -524,7 +543,7 @@ class DescribedReply:
         return self._enter(self._value)
 
     def _pair(self) -> PairPlan:
-        """Return the plan of the arguments of the call."""
+        """Return the compiled syntax of the arguments of the call, each of which is a text between tags."""
         assert self._form is not None and self._form.pair is not None
         return self._form.pair
 
@@ -535,7 +554,9 @@ class DescribedReply:
         return properties.get(self._key) if isinstance(properties, dict) else None
 
     def _value(self) -> bool:
-        """Read the value of an argument."""
+        """Read the value of an argument, up to the tag that closes it.
+
+        Return False to wait for more text, True to continue with the next state."""
         pair, buffer = self._pair(), self._buffer
         if pair.first and not self._begun_value:
             if self._at == len(buffer) and not self._final:
@@ -581,7 +602,8 @@ class DescribedReply:
         return self._string is not None and self._string.quoted and self._held[0][0] in "{["
 
     def _end_value(self, at: int, pair: PairPlan) -> bool:
-        """End the value of an argument."""
+        """End the value of an argument, and return True: the parser goes on to the next argument at the index
+        ``at``."""
         if self._as_string:
             self._out.write('"')
         else:

@@ -25,7 +25,7 @@ from .elements import matched as match_elements
 from .grammar_rules import strict_spellings
 
 MARK = "[\udc80-\udcff]"
-# names for the elements that follow the head of a call
+# names for the beginning of the arguments, which follows the head of a call
 STREAM, COLLECT, EMPTY, ARGUMENTS = "stream", "collect", "empty", "arguments"
 KEYS = ('"arguments"', '"parameters"')
 OTHER_KEYS = (*KEYS, '"type"', '"id"', '"function"')
@@ -40,9 +40,9 @@ SCALAR = Word(
 # elements that may follow the arguments in an object: a further member, which is ignored
 MEMBER: tuple[Element, ...] = (SPACE, COMMA, SPACE, SCALAR, SPACE, COLON, SPACE, SCALAR)
 END_OF_OBJECT: tuple[Element, ...] = (SPACE, SHUT)
-# the start of a call that is an object whose name is not its first member, or whose arguments are text
+# The start of a call that is a JSON object, if "name" is not its first member or its arguments are a string.
 UNORDERED: tuple[Element, ...] = (OPEN, SPACE, Literal(OTHER_KEYS), SPACE, COLON)
-# the start of such an object if no tag precedes it; other JSON answers must not be held back
+# The same start without a tag before it.  It is narrower, so that other answers in JSON are not held back.
 UNTAGGED: tuple[Element, ...] = (OPEN, SPACE, Literal((*KEYS, '"function"')), SPACE, COLON)
 TYPED: tuple[Element, ...] = (OPEN, SPACE, Literal(('"type"',)), SPACE, COLON, SPACE, Literal(('"function"',)))
 TEXT_ARGUMENTS: tuple[Element, ...] = (*KEY, Literal(('"', "null")))
@@ -76,10 +76,10 @@ class CallCandidate:
 
 @dataclass
 class FormPlan:
-    """The plan of one spelling of calls.
+    """One spelling of calls (``description.Calls``), compiled for the parser.
 
     ``ends`` has the sequences of elements that may follow the arguments, in their order; each may be missing.
-    ``following`` are the heads of a further call that has no tag.  ``closers`` finds a tag that ends arguments."""
+    ``following`` are the heads of a further call that has no tag.  ``closers`` has the tags that end arguments."""
 
     calls: Calls
     ends: list[tuple[Element, ...]] = field(default_factory=list)
@@ -94,7 +94,10 @@ class FormPlan:
 
 @dataclass
 class PairPlan:
-    """The plan of tagged arguments.  ``first`` and ``last`` mean that a tag beside the value has a line end."""
+    """The syntax of arguments that are each a text between tags (``description.Pairs``), compiled for the parser.
+
+    ``first`` means that the value begins after a line end, and ``last`` that it ends before one; these line ends are
+    not part of the value."""
 
     head: tuple[Element, ...]
     closers: tuple[str, ...]
@@ -187,7 +190,7 @@ class FormatPlan:
             form.pair = self._pair_plan(calls.pairs)
 
     def _pair_plan(self, pairs: Pairs) -> PairPlan:
-        """Return the plan of tagged arguments."""
+        """Return the compiled syntax of arguments that are each a text between tags."""
         head = self._templates.elements(pairs.before.strip())
         closers = tuple(self._first_tags(pairs.after))
         find = re.compile("|".join([*map(re.escape, closers), MARK]))
@@ -246,7 +249,7 @@ class FormatPlan:
             self._merge(text, TagRole(tuple(calls), thought))
 
     def _merge(self, text: str, role: TagRole) -> None:
-        """Add a meaning to the meanings of a spelling of a tag."""
+        """Add the meanings ``role`` to those that the text ``text``, one of the spellings of a tag, has already."""
         old = self.roles.get(text, TagRole())
         thought = old.thought or role.thought
         self.roles[text] = TagRole(old.calls + role.calls, thought, old.closes or role.closes)

@@ -38,7 +38,7 @@ def dumped(value: Any) -> str:
 
 
 def sound(text: str) -> str:
-    """Replace pairs of surrogates in a text by their characters, and other surrogates by U+FFFD."""
+    """Return a text in which pairs of surrogates are replaced by their characters, and other surrogates by U+FFFD."""
     if text.isascii() or not SURROGATE.search(text):
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -79,10 +79,9 @@ def _listed_types(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def typed(text: str, schema: Any, root: Any = None) -> str:
-    """Convert the text of an argument to JSON of a type that its schema allows, or to a string.
+    """Return the JSON of an argument, made from its text: of a type that its schema allows, else a string.
 
-    ``root`` is the schema of all arguments, in which references are found.
-    """
+    ``root`` is the schema of all arguments, in which references are found."""
     types = types_of(schema, root)
     if types == {"string"}:
         return dumped(text)
@@ -151,11 +150,10 @@ def _is_name(name: Any) -> bool:
 
 
 def python_arguments(text: str) -> str | None:
-    """Convert the keyword arguments of a call in Python to JSON.
+    """Return the keyword arguments of a call in Python as JSON.
 
     ``text`` is the text after "(", including ")".  None means that an argument is no literal or no keyword, or that
-    there are too many.
-    """
+    there are too many."""
     if text.count(",") > MOST_PARTS:
         return None
     try:

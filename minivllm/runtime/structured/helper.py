@@ -125,7 +125,8 @@ class Helper:
             raise ValueError(answer["error"])
 
     def _answer(self, source: GrammarSource) -> dict[str, Any]:
-        """Return the process's answer about a grammar.  Try twice to start a process."""
+        """Return the process's answer about a grammar.  Try twice to start a process.  ResourceError if no process
+        starts."""
         line = json.dumps(dataclasses.asdict(source)).encode() + b"\n"
         for again in (True, False):
             self.start()
@@ -160,7 +161,8 @@ class Helper:
         self._ready, self._forks = True, answer["forks"]
 
     def _exchange(self, line: bytes, seconds: float) -> Any:
-        """Send a line and return the answer.  TimeoutError after ``seconds``, OSError if the process has died."""
+        """Send a line and return the answer, parsed from JSON.  TimeoutError after ``seconds``, OSError
+        (BrokenPipeError) if the process has died."""
         process = self._process
         end = time.monotonic() + seconds
         assert process is not None and process.stdin is not None and process.stdout is not None

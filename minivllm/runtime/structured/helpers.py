@@ -44,7 +44,7 @@ class Helpers:
             self._put_back(helper)
 
     def _add(self) -> Helper:
-        """Make a helper.  The caller holds the lock."""
+        """Add a new helper and return it.  The caller holds the lock."""
         helper = self._make()
         self.made.append(helper)
         return helper

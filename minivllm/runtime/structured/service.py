@@ -138,14 +138,16 @@ class Grammars:
             return self._find(params.source, salt)
 
     def _find(self, source: GrammarSource, salt: Salt) -> Compiled | None:
-        """Return a cached grammar or None.  The caller holds the lock."""
+        """Return a cached grammar or None.  RequestError if the grammar was refused before.  The caller holds the
+        lock."""
         refusal = self._refused.get(salt, source)
         if refusal is not None:
             raise RequestError(refusal, _field(source))
         return self._kept.get(salt, source)
 
     def _make(self, source: GrammarSource, salt: Salt) -> Compiled:
-        """Check and compile a grammar, and cache the result or the refusal."""
+        """Return a grammar after checking and compiling it, and cache the result or the refusal.  RequestError if it is
+        refused."""
         features = self.part.features
         if features and source.kind not in features:
             takes = ", ".join(features)

@@ -108,7 +108,8 @@ class ChatTemplates:
             chat = plain.tell_calls(chat)
         chat = plain.fit(chat, facts)
         mark = ""
-        # after the checks, whose errors name places, because this step may add a message
+        # The tools are told only after the messages are checked.  This may add a message, and the places of messages
+        # in error messages would then be wrong.
         if tools and "tools" not in facts.variables:
             self._note_template(template)
             chat, tools = plain.tell_tools(chat, tools, facts.content), None
@@ -153,7 +154,7 @@ def fill(filling: Filling, special_tokens: Mapping[str, str], run: Callable[[Cal
 
 
 def _name(chat_template: Any) -> str | None:
-    """Return the ``chat_template`` of a request.  RequestError if it is not text."""
+    """Return the ``chat_template`` of a request, None if it has none.  RequestError if it is not text."""
     if chat_template is not None and not isinstance(chat_template, str):
         text = f"chat_template={shown(chat_template)}: expected a name or a Jinja template"
         raise RequestError(text, "chat_template")

@@ -114,7 +114,8 @@ def _numbers(file: GgufFile, name: str, count: int, kind: type) -> Sequence[Any]
 
 
 def _ids(file: GgufFile, model: str, count: int) -> dict[str, int]:
-    """Return the ids of roles.  A ``llama`` file without them has sentencepiece's default ids."""
+    """Return the token id of each role, such as "bos" and "eos", that the file gives.  A ``llama`` file without them
+    has sentencepiece's default ids.  ModelError if the id of BOS or EOS is wrong."""
     found = {"bos": 1, "eos": 2, "unknown": 0} if model == "llama" else {}
     found = {role: i for role, i in found.items() if i < count}
     for role in ROLES.values():
@@ -150,7 +151,8 @@ ADDED = (*SPECIAL, TokenKind.USER)
 
 
 def _around(vocabulary: Vocabulary, bos: bool) -> Any:
-    """Return the processor that adds BOS and EOS to a prompt.  ``bos`` is the file's default for adding BOS."""
+    """Return the processor that adds BOS and EOS to a prompt.  ``bos`` is the file's default for adding BOS.
+    ModelError if its id is missing."""
     from tokenizers import processors
 
     defaults = {"bos": bos, "eos": False}
@@ -184,7 +186,7 @@ def _split(vocabulary: Vocabulary, warn: Any) -> Split:
 
 
 def _byte_level(vocabulary: Vocabulary, split: Split) -> Any:
-    """Return the ``tokenizers.Tokenizer`` of a ``gpt2`` file."""
+    """Return the ``tokenizers.Tokenizer`` of a ``gpt2`` file.  ModelError if its merges are missing or wrong."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocab = {token: i for i, token in enumerate(vocabulary.tokens)}

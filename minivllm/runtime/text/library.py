@@ -1,4 +1,4 @@
-"""Tokenizers of the ``tokenizers`` library and of transformers, behind the methods of the seam."""
+"""Tokenizers of the ``tokenizers`` library and of transformers as tokenizer plug-ins (``TokenizerBackend``)."""
 
 from __future__ import annotations
 

@@ -164,7 +164,8 @@ class ChatFiller:
         return ChatPrompt(pieces, self.spellings.split("".join(pieces)) == list(pieces))
 
     def _mark_around(self, text: str, marks: Mapping[str, str]) -> str:
-        """Mark all characters of a text that have marks, except for words that the template may search for."""
+        """Return a text in which all characters that have marks are replaced by them, except in words that the template
+        may search for."""
         if not self._touched(text):
             return text
         assert self._looked_for is not None
@@ -187,7 +188,7 @@ class ChatFiller:
         return not (self._joins and text in self._names and self._keys.isdisjoint(text))
 
     def _mark_spelled(self, text: str, marks: Mapping[str, str]) -> str:
-        """Mark only the first character of each special token in a text."""
+        """Return a text in which only the first character of each special token is replaced by its mark."""
         pieces = self.spellings.split(text)
         for at in range(1, len(pieces), 2):
             token = pieces[at]
@@ -195,7 +196,8 @@ class ChatFiller:
         return "".join(pieces)
 
     def _marks(self, strings: Sequence[str], alphabet: Iterable[str]) -> dict[str, str]:
-        """Return a mark for each character of an alphabet, a private-use character that occurs in none of the texts."""
+        """Return a mark for each character of an alphabet, a private-use character that occurs in none of the texts.
+        RequestError if too few such characters are left."""
         taken = self._taken.union(*map(_private, strings))
         free = (chr(code) for code in range(FIRST, LAST + 1) if chr(code) not in taken)
         wanted = sorted(alphabet)
@@ -212,7 +214,7 @@ def _private(text: str) -> Iterator[str]:
 
 
 def _restored(text: str, back: Mapping[str, str]) -> str:
-    """Replace each mark by its character, escaped as often as the mark is."""
+    """Return a text in which each mark is replaced by its character, escaped as often as the mark is."""
 
     def original(match: re.Match[str]) -> str:
         char = back.get(chr(int(match[2], 16)) if match[2] else match[0])

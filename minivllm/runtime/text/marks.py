@@ -128,7 +128,8 @@ class MarkedStops(StopStrings):
         return cut
 
     def _marked(self, spelled: str) -> str:
-        """Replace whole tags in a spelled text by their marks.  The remaining marks belong to later text."""
+        """Return a spelled text in which whole tags are replaced by their marks.  The remaining marks belong to later
+        text."""
         if not self._spans:
             return spelled
         pieces: list[str] = []

@@ -279,7 +279,8 @@ def text_of(content: Any) -> str:
 
 
 def _fitted_content(content: Any, form: str) -> Any:
-    """Return content in the form that a template reads."""
+    """Return content in the form that a template reads.  RequestError for an image if the template has no place for
+    it."""
     if form == TEXT:
         if isinstance(content, list) and any(is_placeholder(part) for part in content):
             raise RequestError("messages: the chat template has no place for images; leave them out", "messages")
@@ -311,7 +312,8 @@ def _json(value: Any, at: str) -> str:
 
 
 def _mapping_of(text: str, at: str) -> Message:
-    """Return the object in a JSON text.  An empty text is an empty object."""
+    """Return the object in a JSON text.  An empty text is an empty object.  RequestError if it is not the JSON of an
+    object."""
     try:
         value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):

@@ -112,7 +112,7 @@ class _OutputRecord(dict[str, Any]):
 
 
 def _entries(cls: type[_T]) -> type[_T]:
-    """Remove the defaults that ``dataclass`` leaves on a class, because they would hide the entries."""
+    """Return the class without the defaults that ``dataclass`` leaves on it, because they would hide the entries."""
     for f in fields(cls):  # type: ignore[arg-type]
         if f.name in vars(cls):
             delattr(cls, f.name)
@@ -347,12 +347,12 @@ class SequenceText:
         stop_token: bool = False,
         logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> TextDelta:
-        """Add accepted token ids, with one element of ``logprobs`` for each.  ``final`` ends the sequence.
+        """Add accepted token ids, with one element of ``logprobs`` for each, and return the new text.  ``final`` ends
+        the sequence.
 
         ``stop_token`` (only with ``final``) means that the last id ended the sequence.  It is added to ``token_ids``,
         but to the text only with ``include_stop_str_in_output``.  If a stop string is found, ``finish_reason`` is set,
-        and the ids after it and all later ids are ignored, because the device may have run ahead.
-        """
+        and the ids after it and all later ids are ignored, because the device may have run ahead."""
         if self.finish_reason is not None:
             return TextDelta("", None, 0)
         ids = list(ids)
@@ -410,7 +410,8 @@ class SequenceText:
         return "".join(pieces), None, len(ids)
 
     def _take(self, ids: list[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
-        """Store the log-probabilities of new token ids, one element for each."""
+        """Store the log-probabilities of new token ids, one element for each.  ValueError if there are fewer
+        log-probabilities than ids."""
         if not ids:
             return
         assert self._scores is not None and self.cumulative_logprob is not None

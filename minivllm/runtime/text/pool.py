@@ -99,7 +99,8 @@ class TokenizerPool:
         return lambda part: self._remote(job, part)
 
     def _remote(self, job: dict[str, Any], part: Sequence[Any]) -> list[Any]:
-        """Convert a part in an idle process, or here if the process refuses a text, so that the error is the same."""
+        """Return the results of a part (some texts, or some lists of token ids), converted in an idle process.  If that
+        process refuses a text, the part is converted here, so that the error is the same."""
         process = self._idle.get()
         try:
             found = process.convert(job, part)
@@ -108,8 +109,8 @@ class TokenizerPool:
         return run(self._tokenizer, job, part) if found is None else found
 
     def _measured(self, job: dict[str, Any], parts: list[Sequence[Any]]) -> list[list[Any]]:
-        """Convert all parts, the first with one thread and the next with all threads, and choose the faster method
-        for later lists."""
+        """Return the results of all parts, the first converted with one thread and the next with all threads, and
+        choose the faster method for later lists."""
 
         def convert(part: Sequence[Any]) -> list[Any]:
             return run(self._tokenizer, job, part)

@@ -1,6 +1,6 @@
 """The tokenizer and the chat templates of a model directory.
 
-A plug-in of the seam ``tokenizer`` converts text.  This module adds the conventions of chat templates, as transformers
+A plug-in of the kind ``tokenizer`` converts text.  This module adds the conventions of chat templates, as transformers
 does.
 """
 
@@ -67,8 +67,8 @@ def built_in(path: Path) -> Part:
 class Tokenizer:
     """A tokenizer with the model's special tokens and chat templates.
 
-    ``backend`` is a ``tokenizers.Tokenizer``, or None if the plug-in has none.  ``plugin`` is the tokenizer of the
-    seam; None means that only ``backend`` is one."""
+    ``backend`` is a ``tokenizers.Tokenizer``, or None if the plug-in has none.  ``plugin`` is the tokenizer plug-in;
+    None means that there is only the ``backend``."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Tokenizer:
         own = self._special_id("eos_token")
         # the model's and the tokenizer's files may name different end-of-sequence tokens, and all of them are used
         self.eos_ids = tuple(dict.fromkeys([*eos] if own is None else [*eos, own]))
-        self._folder: Path | None = None  # the source of the files
+        self._folder: Path | None = None  # folder from which the tokenizer's files were read
         self._part: Part | None = None  # the plug-in that read the files
         self.pool: Any = None  # a ``TokenizerPool``, which converts long lists of texts
 
@@ -140,7 +140,7 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Tokenizer:
-        """Make a tokenizer from the fields of ``to_json``."""
+        """Return a tokenizer made from the fields of ``to_json``."""
         if "folder" in fields:
             part = fields["part"]
             made = load_tokenizer(fields["folder"], None, fields["eos"], None if part is None else Part(**part))
@@ -168,7 +168,7 @@ class Tokenizer:
             raise RequestError(NOT_UNICODE, "prompt") from e
 
     def _encoded(self, text: str, add_special_tokens: bool = False) -> Any:
-        """Return the ``tokenizers.Encoding`` of a text."""
+        """Return the ``tokenizers.Encoding`` of a text.  RequestError if the text is not Unicode."""
         try:
             with panics_as(lambda why: RequestError(why, "prompt")):
                 return self.backend.encode(text, add_special_tokens=add_special_tokens)
@@ -195,7 +195,7 @@ class Tokenizer:
         return [self.encode(text, add_special_tokens) for text in texts]
 
     def encode_some(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of each text, in the thread of the caller."""
+        """Return the token ids of each text, in the thread of the caller.  RequestError if a text is not Unicode."""
         if self.backend is None:
             return [self.encode(text, add_special_tokens) for text in texts]
         try:
@@ -358,7 +358,8 @@ class Tokenizer:
         return found.ids
 
     def _encode_piece(self, piece: str, special: bool) -> list[int]:
-        """Return the ids of a piece of a prompt, for a tokenizer without a ``tokenizers.Tokenizer``."""
+        """Return the ids of a piece of a prompt, for a tokenizer without a ``tokenizers.Tokenizer``.  RequestError if
+        text is spelled like a special token."""
         if special:
             return [i for i in [self.token_id(piece)] if i is not None]
         try:
