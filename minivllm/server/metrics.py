@@ -66,7 +66,7 @@ REPLICA_TOTALS = {
     "prefix_queries": "prompt tokens that were looked up in a replica's prefix cache",
     "prefix_hits": "prompt tokens that were found in a replica's prefix cache",
 }
-# pages of a tier of the KV cache, by figure of ``Engine.stats``
+# Counters of a storage tier of the KV cache in ``Engine.stats``, which count pages (KV blocks).
 TIER_EVENTS = ("hits", "misses", "stores", "loads", "evictions", "skipped", "late", "lost", "faults")
 
 
@@ -298,7 +298,7 @@ class Metrics:
 
 
 def _names_of(plugin: Any) -> list[str]:
-    """Return the names of the plug-ins chosen for a seam, which has one or a list of them."""
+    """Return the names of the chosen plug-ins of one kind, given as one name or as a list of names."""
     return [str(name) for name in plugin] if isinstance(plugin, list) else [str(plugin)]
 
 

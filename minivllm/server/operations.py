@@ -201,7 +201,7 @@ async def stop_profile(request: Request, service: Service) -> Any:
     """End the profile and return the name of its file."""
     path = await service.client.profile(False)
     if not os.path.isfile(path) or not os.path.getsize(path):
-        raise _unwritten("the file is not there")
+        raise _unwritten("the profiler wrote no file")
     return JSONResponse({"profiling": False, "file": os.path.basename(path)})
 
 

@@ -71,7 +71,7 @@ async def _ids(service: Service, prompt: Any, tenant: str, owner: str) -> list[i
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of an array as a Python number."""
+    """Return a numpy number as a Python number, and any other value unchanged."""
     return value.item() if hasattr(value, "item") else value
 
 

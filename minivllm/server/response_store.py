@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ID = re.compile(r"resp_[A-Za-z0-9-]{1,160}")
 FILE = re.compile(r"([0-9a-f]{32})-[0-9a-f]{32}\.json")
 PART = ".part"  # end of the name of a file that is being written
-# lines of a file around the JSON of the response, between two turns and at the end
+# Lines of a response's file: before the JSON of the response, before the turns, between two turns, and at the end.
 BEGIN, MIDDLE, COMMA, END = b'{"response":', b',"turns":[', b",", b"]}"
 
 
@@ -64,7 +64,9 @@ class StoredResponse:
 
 
 class ResponseNames:
-    """The names of the kept responses of one key with their sizes, oldest first, within two limits."""
+    """The names of the stored responses of one API key with their sizes in bytes, oldest first.
+
+    ``most`` limits their number and ``most_bytes`` their total size."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self.most, self.most_bytes = most, most_bytes
@@ -72,7 +74,7 @@ class ResponseNames:
         self.total = 0
 
     def add(self, name: str, size: int) -> Iterator[str]:
-        """Add a name and yield the names that are dropped for it."""
+        """Add the name of a response of ``size`` bytes.  Remove and yield the oldest names beyond the limits."""
         self.remove(name)
         self.sizes[name] = size
         self.total += size
@@ -82,7 +84,7 @@ class ResponseNames:
             yield oldest
 
     def remove(self, name: str) -> bool:
-        """Remove a name, and return whether it was there."""
+        """Remove the name of a response, and return whether it was there."""
         size = self.sizes.pop(name, None)
         self.total -= size or 0
         return size is not None
@@ -95,17 +97,17 @@ class MemoryFiles:
         self._held: dict[str, StoredResponse] = {}
 
     async def read(self, name: str, ident: str) -> StoredResponse | None:
-        """Return a response, or None if it is not there."""
+        """Return the response that is stored under a name, or None if there is none."""
         return self._held.get(name)
 
     async def write(self, name: str, stored: StoredResponse, dropped: Sequence[str]) -> None:
-        """Keep a response, and forget dropped ones."""
+        """Store a response under a name, and delete the responses with the names ``dropped``."""
         self._held[name] = stored
         for old in dropped:
             self._held.pop(old, None)
 
     async def remove(self, name: str) -> None:
-        """Forget a response."""
+        """Delete the response with a name."""
         self._held.pop(name, None)
 
 
@@ -150,7 +152,7 @@ class FolderFiles:
         await asyncio.shield(self._change(lambda: self._write(name, stored), dropped))
 
     async def _change(self, write: Callable[[], None], dropped: Sequence[str]) -> None:
-        """Run a write and remove files, both in a thread."""
+        """Call ``write`` in a thread, and then delete the files of the responses ``dropped`` there."""
 
         def change() -> None:
             write()
@@ -179,9 +181,10 @@ class FolderFiles:
 
 
 class ResponseStore:
-    """The kept responses of all keys.
+    """The stored responses of all API keys.
 
-    ``most`` and ``most_bytes`` limit the responses of one key.  ``folder`` is None to keep them in memory."""
+    ``most`` and ``most_bytes`` limit the number and the total size of the responses of one key.  ``folder`` is None to
+    store them in memory."""
 
     def __init__(self, most: int, most_bytes: int, folder: str | None = None) -> None:
         self.most, self.most_bytes = most, most_bytes
@@ -200,20 +203,22 @@ class ResponseStore:
         return cls(server.max_responses, server.max_responses_bytes, server.responses_dir)
 
     def _of(self, key: str) -> ResponseNames:
-        """Return the names of a key's responses."""
+        """Return the table of the names of an API key's responses.  ``key`` is the first part of these names."""
         if key not in self._names:
             self._names[key] = ResponseNames(self.most, self.most_bytes)
         return self._names[key]
 
     async def get(self, identity: str, ident: str) -> StoredResponse | None:
-        """Return a response of a key, or None if the key has none with this id."""
+        """Return the response with an id that an API key has stored, or None.  ``identity`` identifies the key."""
         name = _name(identity, ident)
         if not ID.fullmatch(ident) or name not in self._of(name[:32]).sizes:
             return None
         return await self._files.read(name, ident)
 
     async def put(self, identity: str, stored: StoredResponse) -> None:
-        """Keep a response of a key, and drop the oldest ones if there are too many."""
+        """Store a response of an API key, and delete the key's oldest responses beyond the limits.
+
+        A response that exceeds the limit alone is not stored.  ``identity`` identifies the key."""
         name = _name(identity, stored.id)
         if stored.size > self.most_bytes:
             logs.event("a response is too large to be stored", 30, response=stored.id, bytes=stored.size)
@@ -222,7 +227,7 @@ class ResponseStore:
         await self._files.write(name, stored, dropped)
 
     async def delete(self, identity: str, ident: str) -> bool:
-        """Forget a response of a key, and return whether it was there."""
+        """Delete a response of an API key, and return whether it was there.  ``identity`` identifies the key."""
         name = _name(identity, ident)
         if not ID.fullmatch(ident) or not self._of(name[:32]).remove(name):
             return False
@@ -231,13 +236,14 @@ class ResponseStore:
 
 
 def _name(identity: str, ident: str) -> str:
-    """Return the name under which a response of a key is kept."""
+    """Return the name under which a response of an API key is stored: a hash of the key's ``identity``, and a hash of
+    the identity and the id of the response."""
     parts = [hashlib.sha256(text.encode("utf-8", "replace")).hexdigest() for text in (identity, f"{identity}/{ident}")]
     return f"{parts[0][:32]}-{parts[1][:32]}.json"
 
 
 class KeyResponses:
-    """The responses that all connections of one key keep, at most ``most_bytes`` together."""
+    """The responses that are kept for the WebSocket connections of one API key, at most ``most_bytes`` together."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -247,15 +253,17 @@ class KeyResponses:
         self._connections = itertools.count()
 
     def connection(self) -> int:
-        """Return the number of a new connection."""
+        """Return a new number, which identifies a WebSocket connection in this object."""
         return next(self._connections)
 
     def get(self, connection: int, ident: str) -> StoredResponse | None:
-        """Return a response of a connection, or None."""
+        """Return the response with an id that is kept for a connection, or None."""
         return self._held.get((connection, ident))
 
     def put(self, connection: int, stored: StoredResponse) -> None:
-        """Store a response, unless it is too large.  Drop the key's oldest responses if all together are too large."""
+        """Keep a response for a connection, unless it exceeds ``most_bytes`` alone.
+
+        Drop the oldest responses of all connections of the key while they exceed ``most_bytes`` together."""
         self.remove(connection, stored.id)
         if stored.size > self.most_bytes:
             return
@@ -266,7 +274,7 @@ class KeyResponses:
             self.remove(*oldest)
 
     def remove(self, connection: int, ident: str) -> None:
-        """Forget a response, if it is there."""
+        """Drop the response with an id that is kept for a connection, if there is one."""
         old = self._held.pop((connection, ident), None)
         if old is not None:
             self._size -= old.size

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minivllm.runtime.replies.grammar import Spelling
     from minivllm.runtime.text.tokenizer import Tokenizer
 
-QUICK, BULK = range(2), range(2, 4)  # numbers of the workers
+QUICK, BULK = range(2), range(2, 4)  # numbers of the worker processes for quick jobs and for bulk jobs
 BULK_NICE = 5  # nice value (priority) of bulk workers
 LARGE = 1 << 16  # size of a job in bytes above which it counts as large
 READ_SECONDS, READ_MB = 10.0, 64  # limits of CPU seconds and MB for reading a body, without the memory of its bytes
@@ -122,9 +122,10 @@ class WorkerPool:
         return text.decode("utf-8", "surrogatepass")
 
     async def form(self, body: Any, owner: str, spelling: Spelling | None = None) -> dict[str, Any] | None:
-        """Return ``params.whole_form`` of a body, or None if the event loop can do that itself quickly.
+        """Return the constraint on the text of an answer (``params.whole_form`` of its request body).
 
-        ``spelling`` is the format of calls.  Raise the errors of ``whole_form`` as ApiError.
+        None means that the body is small, so that the event loop can compute the constraint itself.  ``spelling`` is
+        the format in which the model writes calls.  Raise the errors of ``whole_form`` as ApiError.
         """
         declared = vars(body)
         values = {name: declared.get(name) for name in FORMS}

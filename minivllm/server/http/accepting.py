@@ -160,7 +160,7 @@ class Acceptor:
                     link.close()
                     return
                 tls["ssl_handshake_timeout"] = max(self._seconds - (self._loop.time() - start), 0.1)
-                if sys.version_info >= (3, 11):  # older versions have no such limit
+                if sys.version_info >= (3, 11):  # older Python versions lack the argument ssl_shutdown_timeout
                     tls["ssl_shutdown_timeout"] = GOODBYE
             await self._loop.connect_accepted_socket(make, link, **tls)
         # CancelledError means that the connection was closed to make room

@@ -18,7 +18,7 @@ class Crowd:
 
     def __init__(self, each: int = EACH) -> None:
         self._each = each
-        self._left = each  # calls that this round may still make
+        self._left = each  # number of calls that may still begin in this round of the event loop
         self._waiting: deque[Callable[[], object]] = deque()
         self._armed = False
 

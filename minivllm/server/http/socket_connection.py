@@ -141,7 +141,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
         try:
             await super().run_asgi()
         finally:
-            # this has no effect on a connection that has closed properly
+            # Abort the connection if the client has not closed it by then.
             self.loop.call_later(PATIENCE + 1.0, self.transport.abort)
 
     def _refuse(self, code: int, reason: str) -> None:

@@ -52,8 +52,8 @@ log = logging.getLogger("minivllm")
 class EngineInfo:
     """The facts about an engine that a client has.
 
-    ``kv_tokens`` is the number of tokens that fit into the KV cache.  ``selections`` maps a seam to the name of the
-    plug-in chosen for it, or to a list of names.  ``reads`` are the extra sampling parameters that plug-ins read.
+    ``kv_tokens`` is the number of tokens that fit into the KV cache.  ``selections`` maps a kind of plug-in to the name
+    of the chosen plug-in, or to a list of names.  ``reads`` are the extra sampling parameters that plug-ins read.
     ``tap_points`` maps each point of the model that can be tapped to its width.  ``energy`` is the name of the counter
     of joules, "" for none.  ``sampling`` are the sampling defaults of the model's generation_config.json.
     ``weight_bytes`` is the memory of the weights.  ``shape`` has the model's type and sizes (``description.SHAPE``).
@@ -98,7 +98,7 @@ class EngineClient:
     Invariant: only the reader of a stream holds it.  A stream without any reference is aborted.
     """
 
-    info: EngineInfo  # set by ``open``, as ``tokenizer``
+    info: EngineInfo  # facts about the engine, which ``open`` sets
 
     def __init__(self) -> None:
         self.tokenizer: Tokenizer | None = None
@@ -321,7 +321,7 @@ class EngineClient:
         return await self._ask("prefixes")
 
     async def save_prefix(self, name: str, ids: list[int], tenant: str, cache_salt: str | None) -> int:
-        """Keep the blocks of a prompt that was computed under a name, and return the number of their tokens."""
+        """Store the KV blocks of a computed prompt ``ids`` under a name, and return the number of stored tokens."""
         return await self._ask("save_prefix", name=name, ids=ids, tenant=tenant, cache_salt=cache_salt)
 
     async def drop_prefix(self, name: str) -> None:

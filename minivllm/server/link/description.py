@@ -85,7 +85,7 @@ def _shape(config: Any) -> dict[str, Any]:
 
 
 def _explained(resolved: Any) -> list[list[str]]:
-    """Return (seam, chosen plug-in, reasons as text) of each choice, for the page of the server."""
+    """Return (kind of plug-in, chosen plug-in, reasons as text) of each choice, for the page of the server."""
     found = []
     for selection in resolved.explanation.selections:
         chosen = "" if selection.chosen is None else selection.chosen.entry.label

@@ -66,8 +66,10 @@ if TYPE_CHECKING:
 END = {reason: code for code, reason in enumerate(ENDS)}
 HEARTBEAT = 1.0  # seconds after which an idle loop sends an empty frame
 COMMANDS = frozenset(("add", "abort", "cut", "ask", "stop"))
-FRAME = 1 << 16  # weight (scores and weighted tokens) at which a frame is full: 0.5 MB, read in some milliseconds
-TOKEN = 32  # cost of a token, because the reader must convert it to text
+# weight of the content of a full frame, which is about 0.5 MB and is read in some milliseconds: each log-probability
+# weighs 1, and each token ``TOKEN``
+FRAME = 1 << 16
+TOKEN = 32  # weight of a token in a frame, because its reader must convert the token to text
 NO_VECTORS = np.empty(0, np.float32)
 NO_IMAGES = np.empty(0, np.int64)
 PATIENCE = 0.005  # seconds of a turn for new requests, because running requests wait meanwhile
@@ -130,7 +132,7 @@ class EngineLoop(TurnLoop):
         budget = engine.planner.max_tokens
         device = engine.wiring.device
         first = FIRST if device == "cpu" else budget
-        # the paces of steps without and with scored prompts
+        # learned costs of prompt tokens: for steps without, and with, log-probabilities of the prompt
         self.paces = TurnPace(budget, first), TurnPace(budget, first)
         self.shared_until = 0.0  # time.monotonic until which steps are short because several owners were served
         self.shared_least = SHARED_LEAST.get(device, SHARED_LEAST_ELSE)
@@ -432,10 +434,11 @@ class EngineLoop(TurnLoop):
         self.header: dict[str, Any] = {}
         self.rows: list[tuple[int, int, int, int, int, int]] = []  # stream, sample, count, end, stop_id, scored
         self.tokens: list[int] = []  # token ids of all ``rows``
-        # (rows [6, R], their tokens) of parts that precede ``rows``
+        # Parts of the frame before ``rows``, each as two arrays: rows [6, R] with the same columns, and the token ids.
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []
         self.scores = Scores()
-        self.firsts: list[tuple[int, float, int, float]] = []  # stream, first_at, cached, entered
+        # requests whose first token came: stream, time of the token, cached prompt tokens, time of leaving the queue
+        self.firsts: list[tuple[int, float, int, float]] = []
         self.prompts: list[tuple[int, int, Any]] = []  # stream, first position, plan.LogProbs
         self.dones: list[tuple[int, float, float]] = []  # stream, done_at, joules
         self.tapped = PooledValues()
@@ -509,8 +512,8 @@ class EngineLoop(TurnLoop):
                 self._weigh(part.top_ids.size + len(part.rank))
 
     def _weigh(self, weight: int) -> None:
-        """Add to the weight of the frame, and begin a new frame if it is full.  All frames are sent at the end of
-        the turn."""
+        """Add the weight of new content (``FRAME``) to that of the present frame, and begin a new frame if it is full.
+        All frames are sent at the end of the turn."""
         self.weight += weight
         if self.weight >= FRAME:
             self._close_part()
@@ -525,7 +528,8 @@ class EngineLoop(TurnLoop):
             self._done(live)
 
     def _done(self, live: _Live) -> None:
-        """Report the end of a request: its values, branches without a reported end, errors and order."""
+        """Add the end of a request to the frame: the values that it has read, the ends of branches that were not
+        reported yet, errors, the order of its outputs, the version of the weights, and its joules."""
         request = live.request
         self.live.pop(live.number, None)
         try:

@@ -19,7 +19,8 @@ SHARED_TURN = 0.05  # seconds that prompts may add to a step while requests of s
 # seconds for which steps stay short after several owners were served, because these are likely to return
 SHARED_FOR = 10.0
 SHARED_LEAST = {"cpu": 64}  # device -> least number of tokens of a chunk while several owners are served
-SHARED_LEAST_ELSE = 512  # the least number on other devices, on which fewer tokens take about the same time
+# The same number on devices that ``SHARED_LEAST`` does not name, where a chunk of fewer tokens takes about as long.
+SHARED_LEAST_ELSE = 512
 FIRST = 32  # largest number of tokens of a step on a CPU before any step has been measured
 
 

@@ -46,11 +46,16 @@ class Slices:
         self._turn = asyncio.Lock()
 
     def begin(self) -> float:
-        """Return the time (``time.perf_counter``) at which a slice that begins now ends."""
+        """Begin a slice (a short turn of work in the event loop) without waiting.
+
+        Return the time (``time.perf_counter``) at which it ends, ``SLICE`` seconds from now."""
         return time.perf_counter() + SLICE
 
     async def next(self) -> float:
-        """Wait for the next slice and return the time at which it ends."""
+        """Run the other tasks that wait, and then begin the next slice (a short turn of work in the event loop).
+
+        Return the time (``time.perf_counter``) at which it ends.  If several tasks call this, they get slices in turn,
+        one in each iteration of the loop."""
         async with self._turn:
             await asyncio.sleep(0)
         return self.begin()

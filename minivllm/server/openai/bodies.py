@@ -64,7 +64,8 @@ class Generation(Body):
 
     @property
     def known_form(self) -> JsonObject | None:
-        """Return the form of the answer if the worker pool has computed it already, else None."""
+        """Return the constraint on the answer's text (``params.whole_form``) if the worker pool has computed it, else
+        None."""
         return self._known_form
 
     @property

@@ -116,10 +116,10 @@ class Chat(Work):
         self._set_params(1, self.top if body.logprobs else None, form)
 
     def _begin_form(self, form: JsonObject) -> None:
-        """Set the parameter that makes the constrained form begin after the reasoning, if the parser finds the
-        reasoning.
+        """Set the parameter that lets the model reason before its constrained text, if the parser finds reasoning.
 
-        Free text with calls, and messages in channels, have the reasoning in their grammar.
+        ``form`` is the constraint on the text.  The parameter is not set where the grammar of ``form`` contains the
+        reasoning itself: for free text with calls, and for models that write messages in channels.
         """
         tokenizer = self.service.tokens.tokenizer
         forced = self.tools.choice in FORCED

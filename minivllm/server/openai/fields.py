@@ -100,7 +100,8 @@ def translate(values: Mapping[str, Any], declared: Collection[str]) -> Translati
 
 
 def _rows_in(body: Translation, use: str, declared: Collection[str]) -> list[BodyField]:
-    """Return the rows with a treatment whose names are in a body and not declared."""
+    """Return the rows of the table of fields that have the treatment ``use``, and whose names are in a body without
+    being declared by its route."""
     rows = [OTHER[name] for name in body.values if name in OTHER and name not in declared]
     return [row for row in rows if row.use == use]
 

@@ -91,7 +91,7 @@ class Service:
         self.responses = ResponseStore.of(self.server)
         self.background = Jobs()
         self.live = LiveStates(self.client, self.server)
-        # identity of a key -> responses of its WebSockets, kept while one of them is open
+        # identity of an API key -> responses kept for its WebSockets, while one of these is open
         self.socket_responses: WeakValueDictionary[str, KeyResponses] = WeakValueDictionary()
         self._chosen: dict[str, Chosen] = {}
 
@@ -467,7 +467,8 @@ async def read_body(request: Request, service: Service, model: type[Any], any_ty
 async def checked(
     service: Service, model: type[Any], values: Mapping[str, Any], owner: str, sent: Mapping[str, str] | None = None
 ) -> Any:
-    """Return the values as a body.  A large form of its answer is computed by the worker pool.
+    """Return the values as a body, checked by its model.  If computing the constraint on the answer's text takes long,
+    the worker pool does it.
 
     ``sent`` is passed to ``bodies.read``."""
     body = read(model, values, sent)
@@ -513,7 +514,7 @@ async def open_streams(
     shared["lora"] = service.adapters.by_name.get(model)
     if model:
         service.check_model(model)  # an adapter may have been unloaded since its name was checked
-    # the log line of a client that leaves before the streams are open
+    # Set the counts in the log line now, in case the client leaves before the streams are open.
     log["prompt_tokens"] = sum(len(ids) for ids, _ in prompts)
     log["completion_tokens"] = 0
     opening: list[asyncio.Task[Stream]] = []

@@ -164,11 +164,11 @@ def note_default(answer: Any, default: int | None) -> None:
 
 
 def whole_form(body: Any, tools: Tools | None = None, spelling: Spelling | None = None) -> JsonObject | None:
-    """Return the form that the text of an answer must have, from the body or from its tools.
+    """Return the constraint on the text of an answer (structured outputs), from the body or from its tools.
 
     None means any text.  An answer with forced calls has no content, so ``response_format`` does not restrict it.  With
-    the choice ``auto`` an answer is of the ``response_format``, or calls if the format of calls (``spelling``) differs
-    from it.  ApiError (400) for ``structured_outputs`` together with forced calls.
+    ``tool_choice`` auto, an answer with a ``response_format`` may be calls instead, if the format in which the model
+    writes calls (``spelling``) allows both.  ApiError (400) for ``structured_outputs`` together with forced calls.
     """
     ready = getattr(body, "known_form", None)
     if ready is not None:
@@ -188,7 +188,10 @@ def whole_form(body: Any, tools: Tools | None = None, spelling: Spelling | None 
 
 
 def _form_beside_calls(body: Any, form: JsonObject, tools: Tools, spelling: Spelling | None) -> JsonObject:
-    """Return the form of an answer in JSON, or of calls as well if the model may call."""
+    """Return the constraint on an answer for which the body sets the constraint ``form``.
+
+    It allows calls besides JSON of the form if ``tool_choice`` is auto and the format of calls (``spelling``) can
+    express both.  Otherwise it is ``form``."""
     if tools.choice != "auto" or spelling is None or body.structured_outputs is not None:
         return form
     source = StructuredOutputsParams.of(form)
@@ -198,9 +201,9 @@ def _form_beside_calls(body: Any, form: JsonObject, tools: Tools, spelling: Spel
 
 
 def form_of(body: Any) -> JsonObject | None:
-    """Return the form in ``structured_outputs`` or ``response_format``.  None means any text.
+    """Return the constraint on the text that ``structured_outputs`` or ``response_format`` sets.  None means any text.
 
-    ApiError (400) if both fields set a form, or if this engine has no grammars."""
+    ApiError (400) if both fields set one, or if this engine has no grammars."""
     form = body.structured_outputs
     is_form = form is None or (isinstance(form, dict) and "reply" not in form)
     _expect(is_form, FORM, "an object with one of json, regex, choice, grammar")
@@ -253,7 +256,7 @@ def _check_keys(values: Mapping[str, Any], at: str, keys: Sequence[str]) -> None
 
 
 def structured(form: JsonObject) -> JsonObject:
-    """Return a form unchanged.  ApiError (400) if the engine has no grammars."""
+    """Return structured outputs (a constraint on the text) unchanged.  ApiError (400) if the engine has no grammars."""
     if FORM not in {field.name for field in fields(SamplingParams)}:
         raise ApiError(400, "this engine does not support structured outputs: describe the form in the prompt", FORM)
     return form

@@ -1,8 +1,8 @@
 """The choice of the parser of a server's replies, by name or by the chat template of the model.
 
---tool-parser auto      the format that the tokenizer's response template or the chat template prints --tool-parser NAME
-a plug-in of the seam ``parser``, or a parser that ``tools.register`` has added --reasoning-parser NAME the tags of the
-reasoning, if the format of NAME above has none
+* ``--tool-parser auto`` takes the format that the tokenizer's response template or the chat template prints.
+* ``--tool-parser NAME`` names a plug-in of the kind ``parser``, or a parser that ``tools.register`` has added.
+* ``--reasoning-parser NAME`` names the format of the reasoning, if the format of calls has none.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def spelling_of(parser: Any, tokenizer: Tokenizer | None) -> Spelling | None:
 
 
 def hidden_tags(marks: Marks, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> frozenset[str]:
-    """Return the tags without a text, because the answer omits special tokens."""
+    """Return the tags that are special tokens, if the answer omits special tokens from its text, else no tags."""
     if tokenizer is None or not skip_special_tokens:
         return frozenset()
     special = {marks.by_token[i] for i in marks.by_token.keys() & tokenizer.special_ids}

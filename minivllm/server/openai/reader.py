@@ -49,8 +49,9 @@ def _parser_of(offered: tools.Tools, parser: Any, marks: Marks, context: ReplyCo
 
 
 def marks_of(offered: tools.Tools, parser: Any, tokenizer: Tokenizer | None) -> Marks:
-    """Return the marks for the text of an answer, which are those of the parser's tags, or none if no parser reads
-    the text."""
+    """Return the marks (characters that stand for special tokens in the text) of the tags that the parser looks for.
+
+    None are needed if no parser reads the text of the answer."""
     tags = getattr(parser, "tags", None)
     thinks = offered.choice == "none" and isinstance(parser, ReplyParser) and parser.thinks()
     reads = offered.choice == "auto" or thinks

@@ -31,7 +31,8 @@ def form_begins_behind(parser: Any, tokenizer: Tokenizer | None) -> bool:
 
 
 def marks_of_thoughts(parser: Any, tokenizer: Tokenizer | None, parameters: JsonObject) -> Marks | None:
-    """Return the marks of the tags of reasoning before forced calls, or None if the calls begin with the answer.
+    """Return the marks (characters that stand for special tokens in the text) of the tags around the reasoning before
+    forced calls.  None means that the answer begins with the calls.
 
     ApiError (400) if the request bounds the reasoning, or names tags, and the parser cannot find the reasoning."""
     tags = tags_around(parser)

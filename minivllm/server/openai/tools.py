@@ -7,7 +7,7 @@
 
 ``allowed_tools`` is auto or required with some of the tools.  The chat template does not show the others.
 
-A plug-in of the seam ``parser`` finds calls in text.  ``register`` adds a further parser, a class with ``feed(text,
+A plug-in of the kind ``parser`` finds calls in text.  ``register`` adds a further parser, a class with ``feed(text,
 final) -> [Said | Thought | ToolCall, ...]``, under a name.
 """
 
@@ -76,10 +76,11 @@ class Tools:
         return self.choice == "auto" and any(tool["function"].get("strict") for tool in self.listed)
 
     def form(self, spelling: Spelling | None = None) -> JsonObject | None:
-        """Return the form (structured outputs) that constrains the calls, or None.
+        """Return the structured outputs that constrain the calls of an answer, or None without a constraint.
 
-        ``spelling`` is the format of the model's calls, or None if no grammar can be written for it.  Forced calls that
-        it cannot express are a list in JSON.  ApiError (400) for such calls of strict functions with ``auto``.
+        ``spelling`` is the format in which the model writes calls, or None if no grammar can be written for it.  Forced
+        calls that the format cannot express are constrained to a list in JSON.  With ``auto``, calls are constrained
+        only if a function is strict; ApiError (400) if the format cannot express them.
         """
         if self.choice not in ("named", "required"):
             return self._reply(spelling, AUTO) if self.strict and spelling is not None else None
@@ -89,14 +90,18 @@ class Tools:
             return self._json_list()
 
     def beside(self, answer: Any, spelling: Spelling) -> JsonObject | None:
-        """Return the form of an answer that is calls or a JSON value, or None if the format cannot express both."""
+        """Return the structured outputs for an answer that is either calls or a JSON value of the schema ``answer``.
+
+        None if the format of calls (``spelling``) cannot express both."""
         try:
             return self._reply(spelling, ANSWER, answer)
         except Inexpressible:
             return None
 
     def _reply(self, spelling: Spelling, mode: str, answer: Any = None) -> JsonObject:
-        """Return the form of calls in the model's own format."""
+        """Return the structured outputs that constrain calls in the model's own format, as a grammar.
+
+        ``mode`` is AUTO, FORCED or ANSWER; in the latter, the answer may also be JSON of the schema ``answer``."""
         named = self.choice == "named"
         listed = [self._of(self.function)] if named else [tool["function"] for tool in self.listed]
         _measure(listed)
@@ -115,7 +120,8 @@ class Tools:
             raise ApiError(400, f"{text}; change the schema, or leave strict out", "tools") from None
 
     def _json_list(self) -> JsonObject:
-        """Return the form of forced calls as JSON: a list of calls, or the arguments of a named function."""
+        """Return the JSON schema of forced calls as structured outputs: a list of calls, or the arguments of a named
+        function."""
         if self.choice == "named":
             _measure([self._of(self.function)])
             return {"json": _parameters(self._of(self.function)), **COMPACT}
@@ -140,7 +146,7 @@ class Tools:
 
 
 OF_FUNCTION = ("name", "description", "parameters", "strict")
-# the keys that each kind of choice reads
+# type of a ``tool_choice`` -> keys of its object that the server reads
 OF_CHOICE = {
     "function": ("type", "function", "name"),
     "tool": ("type", "name", "disable_parallel_tool_use"),

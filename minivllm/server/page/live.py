@@ -69,7 +69,7 @@ class LiveSocket(Socket):
             "explained": explained,
             "version": minivllm.__version__,
         }
-        # the limits of requests
+        # limits of requests, which the page shows and respects
         engine["max_logprobs"] = min(server.max_logprobs, info.max_logprobs)
         engine["images"] = self.service.images.most
         engine["max_body_bytes"] = server.max_body_bytes

@@ -399,7 +399,7 @@ class ReplicaClient(EngineClient):
 
     @restarting.setter
     def restarting(self, value: bool) -> None:
-        """Ignore the initial value of the base class."""
+        """Ignore the value that the base class sets, because the value follows from the replicas."""
 
     @property
     def restarted(self) -> int:
@@ -408,7 +408,7 @@ class ReplicaClient(EngineClient):
 
     @restarted.setter
     def restarted(self, value: int) -> None:
-        """Ignore the initial value of the base class."""
+        """Ignore the value that the base class sets, because the value is the sum over the replicas."""
 
     # ---- operators -----------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class ParsedRequest:
 
 
 def _place(name: str, places: dict[str, str]) -> str:
-    """Return the client's place for a place of the chat."""
+    """Return the place in the client's body for a place in the chat, such as "messages[3]", that was made from it."""
     return places.get(name) or NAMES.get(name) or places.get(name.partition(".")[0], name)
 
 

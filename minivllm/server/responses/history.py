@@ -91,8 +91,9 @@ class History:
 
 
 class LocalStore:
-    """The latest responses of one connection, at most ``most``.  They count among the responses of the connection's
-    key."""
+    """The latest responses of one WebSocket connection that are not stored, at most ``most``.
+
+    Their size counts towards the limit for all connections of the same API key (``of_key``)."""
 
     def __init__(self, most: int, of_key: KeyResponses) -> None:
         self._of_key = of_key
@@ -101,11 +102,11 @@ class LocalStore:
         self._ids: deque[str] = deque()
 
     def get(self, ident: str) -> StoredResponse | None:
-        """Return a response, or None."""
+        """Return the response of this connection with an id, or None."""
         return self._of_key.get(self._number, ident)
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep a response, and drop the oldest one if there are too many."""
+        """Keep a response of this connection, and drop the connection's oldest one if there are more than ``most``."""
         self._ids.append(stored.id)
         self._of_key.put(self._number, stored)
         if len(self._ids) > self._most:

@@ -144,7 +144,8 @@ class ResponsesSocket(Socket):
         return 200
 
     async def _generate(self, work: ResponseWork, stream_id: str, generate: bool) -> None:
-        """Queue the events of a response while it is generated, or of a response without an answer."""
+        """Queue the events of a response while it is generated.  With ``generate`` false, the response has no answer,
+        and only keeps its input for a later request."""
         async with AsyncExitStack() as held:
             if generate:
                 events = work.json_events(await work.prepare(held))

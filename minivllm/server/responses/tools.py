@@ -164,7 +164,7 @@ def read_choice(choice: Any, found: ToolSet) -> Any:
 
 
 def _named(tool: Mapping[str, Any]) -> JsonObject:
-    """Return the chat's choice of one function."""
+    """Return the ``tool_choice`` of a chat that names the function of a tool."""
     name = tool.get("name")
     shown = chat_name(name, tool.get("namespace")) if isinstance(name, str) else name
     return {"type": "function", "function": {"name": shown}}
