@@ -153,7 +153,8 @@ class Results:
         self._file = open(paths.target, "ab")  # noqa: SIM115  (closed by ``close``)
 
     def _read(self, target: Path) -> None:
-        """Read the results of an earlier run, and remove a last line that is not complete."""
+        """Read the results of an earlier run, and remove a last line that is not complete.  ConfigError for any other
+        line that no batch has written."""
         end = 0
         with open(target, "r+b") as file:
             for text in file:

@@ -38,7 +38,7 @@ async def props(request: Request, service: Service) -> Any:
 
 
 async def apply_template(request: Request, service: Service) -> Any:
-    """Return the text that the chat template makes of a conversation."""
+    """Return the text that the chat template makes of a conversation.  ApiError (400) if there is no conversation."""
     body = await read_body(request, service, TemplateBody)
     _, warnings = fields.check(body)
     service.check_model(body.model)
@@ -72,7 +72,8 @@ async def load(request: Request, service: Service) -> Any:
 
 
 async def invocations(request: Request, service: Service) -> Response:
-    """Answer a chat or a completion, whichever the body is (SageMaker)."""
+    """Return the answer to a chat or a completion, whichever the body is (SageMaker).  ApiError (400) if it is
+    neither."""
     values = await read_values(request, service)
     if "messages" in values:
         return await chat.answer(request, service, values)

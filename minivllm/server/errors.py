@@ -86,7 +86,7 @@ def wrong(place: str, text: str) -> ApiError:
 
 
 def printable(text: str, most: int = MOST) -> str:
-    """Cut a text to ``most`` characters and escape its control characters."""
+    """Return a text, cut to ``most`` characters, with its control characters escaped."""
     if len(text) > most:
         text = f"{text[: most - 4]} ..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -29,7 +29,7 @@ MOST_IDS = 1 << 20  # largest number of token ids in a request to /detokenize
 
 
 async def models(request: Request, service: Service) -> Any:
-    """List the names of the model that is served."""
+    """Return a list with the names under which the model is served."""
     if models_page.is_meant(request):
         return JSONResponse(models_page.page(request, service))
     cards = [_card(service, name) for name in service.names]
@@ -37,7 +37,8 @@ async def models(request: Request, service: Service) -> Any:
 
 
 async def model(request: Request, service: Service) -> Any:
-    """Describe the model with the name in the path."""
+    """Return a description of the model with the name in the path.  ApiError (404) if the path has no name, or if the
+    name is not served."""
     name = request.path_params["model"]
     if not name:
         raise unknown_routes.missing("/v1/models/", ["/v1/models"])
@@ -70,7 +71,7 @@ async def version(request: Request, service: Service) -> Any:
 
 
 async def tokenize(request: Request, service: Service) -> Any:
-    """Return the token ids of a prompt or of a chat."""
+    """Return the token ids of a prompt or of a chat.  ApiError (400) unless the body has exactly one of them."""
     body = await read_body(request, service, TokenizeBody)
     _, warnings = fields.check(body)
     service.check_model(body.model)
@@ -93,7 +94,8 @@ async def tokenize(request: Request, service: Service) -> Any:
 
 
 def _tokenized_text(body: Any) -> str | None:
-    """Return the text of a request to ``/tokenize``, as vLLM (``prompt``) or llama.cpp (``content``) name it."""
+    """Return the text of a request to ``/tokenize``, as vLLM (``prompt``) or llama.cpp (``content``) name it; None if
+    it has none.  ApiError (400) for both names, or for ``parse_special`` false."""
     if body.parse_special is False:
         problem = "parse_special=false is not supported: a text is read with its special tokens; send messages"
         raise ApiError(400, problem, "parse_special")
@@ -128,7 +130,7 @@ async def _pieces(service: Service, ids: list[int]) -> list[dict[str, Any]]:
 
 
 async def _spelled(service: Service, ids: list[int]) -> list[str | None]:
-    """Return the tokenizer's strings of token ids, and let other tasks run in between."""
+    """Return the tokenizer's strings of token ids, None for an unknown id, and let other tasks run in between."""
     spelled: list[str | None] = []
     for at in range(0, len(ids), MANY):
         spelled += map(service.tokens.need().token, ids[at : at + MANY])
@@ -137,7 +139,7 @@ async def _spelled(service: Service, ids: list[int]) -> list[str | None]:
 
 
 async def detokenize(request: Request, service: Service) -> Any:
-    """Return the text of token ids."""
+    """Return the text of token ids.  ApiError (400) for anything but a list of valid ids."""
     body = await read_body(request, service, DetokenizeBody)
     fields.check(body)
     service.check_model(body.model)
@@ -187,7 +189,8 @@ async def prometheus(request: Request, service: Service) -> Any:
 
 
 async def start_profile(request: Request, service: Service) -> Any:
-    """Start a profile.  The request fails if a file cannot be written in the server's folder."""
+    """Start a profile and return that it runs.  The request fails if a file cannot be written in the server's
+    folder."""
     try:
         with tempfile.TemporaryFile(dir="."):
             pass
@@ -198,7 +201,7 @@ async def start_profile(request: Request, service: Service) -> Any:
 
 
 async def stop_profile(request: Request, service: Service) -> Any:
-    """End the profile and return the name of its file."""
+    """End the profile and return the name of its file.  The request fails if there is no file."""
     path = await service.client.profile(False)
     if not os.path.isfile(path) or not os.path.getsize(path):
         raise _unwritten("the profiler wrote no file")
@@ -229,12 +232,13 @@ async def debug_state(request: Request, service: Service) -> Any:
 
 
 async def reset_prefix_cache(request: Request, service: Service) -> Any:
-    """Empty the prefix cache.  ``reset`` is whether that was done."""
+    """Empty the prefix cache.  Return in ``reset`` whether that was done."""
     return JSONResponse({"reset": await service.client.reset_prefix_cache()})
 
 
 async def load_adapter(request: Request, service: Service) -> Any:
-    """Load an adapter (LoRA) from a folder within ``lora_dir``, and serve it under a name."""
+    """Load an adapter (LoRA) from a folder within ``lora_dir``, serve it under a name, and return a message of
+    success."""
     body = await read_body(request, service, LoadAdapterBody)
     fields.check(body)
     name, path = _text(body, "lora_name"), _text(body, "lora_path")
@@ -243,7 +247,7 @@ async def load_adapter(request: Request, service: Service) -> Any:
 
 
 async def unload_adapter(request: Request, service: Service) -> Any:
-    """Stop serving an adapter under its name.  Requests that run keep it."""
+    """Stop serving an adapter under its name, and return a message of success.  Requests that run keep it."""
     body = await read_body(request, service, UnloadAdapterBody)
     fields.check(body)
     name = _text(body, "lora_name")

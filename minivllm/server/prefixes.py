@@ -27,13 +27,14 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\.tar")
 
 
 async def names(request: Request, service: Service) -> Any:
-    """List the names of the saved prefixes, each with the number of its tokens."""
+    """Return the names of the saved prefixes, each with the number of its tokens."""
     found = await _client(service).prefixes()
     return JSONResponse({"prefixes": found["tokens"]})
 
 
 async def save(request: Request, service: Service) -> Any:
-    """Compute a prompt, and keep its blocks on the disk under a name until the name is dropped."""
+    """Compute a prompt, keep its blocks on the disk under a name until the name is dropped, and return the name and the
+    number of saved tokens.  ApiError (400) for a wrong name or prompt."""
     body = await read_body(request, service, PrefixBody)
     fields.check(body)
     state = request.scope["state"]
@@ -59,7 +60,7 @@ def _client(service: Service) -> Any:
 
 
 async def _ids(service: Service, prompt: Any, tenant: str, owner: str) -> list[int]:
-    """Return the token ids of a prompt: a text, or a list of token ids."""
+    """Return the token ids of a prompt: a text, or a list of token ids.  ApiError (400) for anything else."""
     if isinstance(prompt, str) and prompt:
         return await service.tokens.encode(prompt, True, (tenant, ""), owner=owner)
     vocab = service.client.info.vocab_size
@@ -76,14 +77,15 @@ def _plain(value: Any) -> Any:
 
 
 async def drop(request: Request, service: Service) -> Any:
-    """Forget the name of a prefix, so that its blocks may be evicted."""
+    """Drop the name of a prefix, so that its blocks may be evicted, and return the name."""
     name = request.path_params["name"]
     await _client(service).drop_prefix(name)
     return JSONResponse({"dropped": name})
 
 
 async def export(request: Request, service: Service) -> Any:
-    """Write the blocks of a prefix to a tar file in ``server.prefix_dir``."""
+    """Write the blocks of a prefix to a tar file in ``server.prefix_dir``, and return the name of the file and the
+    number of pages (stored blocks)."""
     from minivllm.plugins.kvstore import archive
 
     name = request.path_params["name"]
@@ -93,7 +95,8 @@ async def export(request: Request, service: Service) -> Any:
 
 
 async def add(request: Request, service: Service) -> Any:
-    """Add the blocks of an exported prefix to the disk.  The engine finds them within about two seconds."""
+    """Add the blocks of an exported prefix to the disk, and return the number of pages (stored blocks).  The engine
+    finds them within about two seconds.  ApiError (404) if the file is not there."""
     from minivllm.plugins.kvstore import archive
 
     source, root = await _places(request, service)
@@ -104,7 +107,7 @@ async def add(request: Request, service: Service) -> Any:
 
 
 async def verify(request: Request, service: Service) -> Any:
-    """Read all pages on the disk, and count the damaged ones of each model."""
+    """Read all pages (stored blocks) on the disk, and return for each model counts of all and of damaged ones."""
     from minivllm.plugins.kvstore import archive
 
     found = await _in_thread(archive.models, await _root(service), True)

@@ -24,7 +24,8 @@ async def show(request: Request, service: Service) -> Any:
 
 
 async def pause(request: Request, service: Service) -> Any:
-    """Run no more steps until ``/resume``.  Requests wait, or end with ``keep_requests`` false."""
+    """Run no more steps until ``/resume``, and return the engine's answer.  Requests wait, or end with
+    ``keep_requests`` false."""
     body = await read_body(request, service, PauseBody)
     fields.check(body)
     return await _answer(service, "pause", keep_requests=body.keep_requests is not False)
@@ -36,7 +37,7 @@ async def resume(request: Request, service: Service) -> Any:
 
 
 async def update(request: Request, service: Service) -> Any:
-    """Replace the weights by those of a folder within ``weights_dir``."""
+    """Replace the weights by those of a folder within ``weights_dir``, and return the engine's answer."""
     body = await read_body(request, service, WeightsBody)
     fields.check(body)
     options = {name: getattr(body, name) for name in ("partial", "finite", "kv")}
@@ -45,14 +46,14 @@ async def update(request: Request, service: Service) -> Any:
 
 
 async def sleep(request: Request, service: Service) -> Any:
-    """Free the memory of the KV cache and of the weights."""
+    """Free the memory of the KV cache and of the weights, and return the engine's answer."""
     body = await read_body(request, service, SleepBody)
     fields.check(body)
     return await _answer(service, "sleep", level=1 if body.level is None else body.level)
 
 
 async def wake(request: Request, service: Service) -> Any:
-    """Allocate the memory again after ``/sleep``."""
+    """Allocate the memory again after ``/sleep``, and return the engine's answer."""
     return await _answer(service, "wake")
 
 

@@ -216,7 +216,7 @@ def _limits(size: int) -> Limits:
 
 
 def _split(ids: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Split an array into arrays of the given lengths."""
+    """Return the consecutive parts of an array with the given lengths."""
     return np.split(ids, np.cumsum(lengths)[:-1])
 
 

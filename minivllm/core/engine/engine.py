@@ -247,7 +247,7 @@ class Engine:
         return self.adapters.find(request.lora)
 
     def _add(self, request: Request) -> None:
-        """Check a request, create its sequences and queue them.  Its LoRA adapter, if it has one, has been looked up
+        """Check a request, create its sequences and queue them.  Its LoRA adapter, if any, has been looked up
         before."""
         p = request.params
         check_images(request, self.images, self.wiring.images, self.capacity)
@@ -596,8 +596,8 @@ class Engine:
         self.drop_prefixes()
 
     def drop_prefixes(self, keep_tiers: bool = False) -> None:
-        """Do the work of ``reset_prefix_cache`` for other methods of the engine.  ``keep_tiers`` keeps the pages in the
-        storage tiers."""
+        """Remove the unused cached prefixes, as ``reset_prefix_cache``.  ``keep_tiers`` keeps pages of storage
+        tiers."""
         try:
             if keep_tiers:
                 self._turn_loads()
@@ -616,8 +616,8 @@ class Engine:
 
     @alone
     def settle(self) -> None:
-        """Wait for all steps in flight and process their results.  If the executor or the cache fails, the
-        engine ends."""
+        """Wait for all steps in flight and process their results.  If the executor or the cache fails, the engine
+        ends."""
         self.collect_all()
 
     def collect_all(self) -> None:

@@ -86,7 +86,7 @@ def read_conversation(messages: Any, system: Any, warnings: Warnings, images: bo
 
 
 def _turns(messages: Any, system: Any, warnings: Warnings, images: bool) -> list[Turn]:
-    """Return the turns of a body.  The system prompt is the first."""
+    """Return the turns of a body.  The system prompt is the first.  ApiError (400) for malformed messages."""
     if not isinstance(messages, list) or not messages:
         expected = 'a non-empty list of {"role": "user" or "assistant", "content": ...}'
         raise wrong("messages", f": expected {expected}")
@@ -133,10 +133,10 @@ def _says(blocks: Iterable[tuple[JsonObject, str]]) -> bool:
 def _blocks(
     content: Any, place: str, kinds: Mapping[str, frozenset[str]], warnings: Warnings
 ) -> list[tuple[JsonObject, str]]:
-    """Return the blocks of content, each with its place in the body.  A text is one block.
+    """Return the blocks of content, each with its place in the body.  A text is one block.  ApiError (400) for
+    malformed blocks.
 
-    ``kinds`` maps the accepted types of blocks to their keys.
-    """
+    ``kinds`` maps the accepted types of blocks to their keys."""
     if isinstance(content, str):
         return [({"type": "text", "text": content}, place)]
     if not isinstance(content, list):
@@ -206,7 +206,8 @@ def _result(block: JsonObject, place: str, names: Mapping[str, str], warnings: W
 
 
 def _assistant(turn: Turn, names: dict[str, str], warnings: Warnings) -> JsonObject:
-    """Return a turn of the assistant as one message.  Add the ids of its tool_use blocks to ``names``."""
+    """Return a turn of the assistant as one message of a chat.  Add the ids of its tool_use blocks to ``names``.
+    ApiError (400) for a malformed block."""
     texts = []
     thoughts = []
     calls = []
@@ -237,7 +238,7 @@ def _assistant(turn: Turn, names: dict[str, str], warnings: Warnings) -> JsonObj
 
 
 def _call(block: JsonObject, place: str) -> JsonObject:
-    """Return a tool_use block as a tool call of a chat."""
+    """Return a tool_use block as a tool call of a chat.  ApiError (400) if its id, name or input is malformed."""
     for key in ("id", "name"):
         if not isinstance(block.get(key), str) or not block[key]:
             raise wrong(f"{place}.{key}", f"={shown(block.get(key))}: expected a non-empty string")

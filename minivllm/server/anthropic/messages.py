@@ -33,7 +33,7 @@ PING = encode_typed({"type": "ping"})
 
 
 async def messages(request: Request, service: Service) -> Any:
-    """Answer a conversation in the form of Anthropic's Messages API."""
+    """Return the answer to a conversation in the form of Anthropic's Messages API, whole or as a stream."""
     work = await _work(request, service, MessageBody)
     return await respond(request, service, bool(work.body.stream), seconds_of(service, work.body.timeout_s), work)
 
@@ -99,7 +99,7 @@ class Messages(Chat):
             raise ApiError(400, text, "min_tokens")
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
-        """Open the stream of the request, to be closed by ``held``."""
+        """Return the answer, with the stream of the request open; ``held`` closes it."""
         answer = await super().prepare(held)
         answer.id = f"msg_{self.state['request_id']}"
         return answer
@@ -161,7 +161,8 @@ class Messages(Chat):
         ]
 
     def _stop(self, answer: Answer, blocks: ContentBlocks, finished: Finished) -> tuple[str, str | None]:
-        """Return the stop reason of a message, and the stop sequence that ended it."""
+        """Return the stop reason of a message, and the stop string that ended it (None if none did).  ApiError (503) if
+        the engine has aborted the request."""
         if finished.reason == "abort":
             raise ApiError(503, "the engine has aborted the request")
         if finished.reason == "length":

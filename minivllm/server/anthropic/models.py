@@ -34,7 +34,7 @@ def card(service: Service, name: str) -> JsonObject:
 
 
 def page(request: Request, service: Service) -> JsonObject:
-    """Return a page of the served names, as the query of the request selects it."""
+    """Return a page of the served names, as the query of the request selects it.  ApiError (400) for a wrong query."""
     query = request.query_params
     limit = query.get("limit", str(LIMIT))
     if not limit.isdecimal() or not 1 <= int(limit[:6]) <= MOST:

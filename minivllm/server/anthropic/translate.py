@@ -125,7 +125,7 @@ def _refuse(values: JsonObject) -> None:
 
 
 def _tools(tools: Any, warnings: Warnings) -> list[JsonObject]:
-    """Return the tools of a body as functions of a chat."""
+    """Return the tools of a body as functions of a chat.  ApiError (400) for malformed or too many tools."""
     if not isinstance(tools, list):
         raise wrong("tools", f"={shown(tools)}: expected a list of tools")
     if len(tools) > MOST_TOOLS:
@@ -134,7 +134,8 @@ def _tools(tools: Any, warnings: Warnings) -> list[JsonObject]:
 
 
 def _tool(tool: Any, place: str, warnings: Warnings) -> JsonObject:
-    """Return a tool as a function of a chat.  ApiError (400) for tools that a service runs or defines."""
+    """Return a tool as a function of a chat.  ApiError (400) for malformed tools, and for tools that a service runs or
+    defines."""
     if not isinstance(tool, dict):
         raise wrong(place, f'={shown(tool)}: expected {{"name": ..., "input_schema": <JSON schema>}}')
     kind = tool.get("type")
@@ -160,7 +161,7 @@ def _tool(tool: Any, place: str, warnings: Warnings) -> JsonObject:
 
 
 def _set_thinking(found: ChatValues, thinking: Any, bounds: bool) -> None:
-    """Set the switch and the budget of reasoning that ``thinking`` requests."""
+    """Set the switch and the budget of reasoning that ``thinking`` requests.  ApiError (400) if it is malformed."""
     if thinking is None:
         return
     if not isinstance(thinking, dict):
@@ -189,7 +190,8 @@ def _set_thinking(found: ChatValues, thinking: Any, bounds: bool) -> None:
 
 
 def _set_output(found: ChatValues, body: Any) -> None:
-    """Set the effort and the form of the answer from ``output_config`` and the older ``output_format``."""
+    """Set the effort and the form of the answer from ``output_config`` and the older ``output_format``.  ApiError (400)
+    if they are malformed or contradict each other."""
     config = body.output_config
     if config is not None and not isinstance(config, dict):
         raise wrong("output_config", f"={shown(config)}: expected an object with format or effort")
@@ -208,7 +210,7 @@ def _set_output(found: ChatValues, body: Any) -> None:
 
 
 def _set_effort(found: ChatValues, effort: Any) -> None:
-    """Set the effort of reasoning, unless reasoning is off."""
+    """Set the effort of reasoning, unless reasoning is off.  ApiError (400) for an unknown effort."""
     if effort is None:
         return
     if not isinstance(effort, str) or effort not in EFFORTS:
@@ -220,7 +222,7 @@ def _set_effort(found: ChatValues, effort: Any) -> None:
 
 
 def _set_format(found: ChatValues, wanted: Any, place: str) -> None:
-    """Set the form of the answer: a JSON schema."""
+    """Set the form of the answer to a JSON schema.  ApiError (400) for any other form."""
     kind = wanted.get("type") if isinstance(wanted, dict) else wanted
     if kind != "json_schema":
         raise wrong(f"{place}.type", f"={shown(kind)}: expected json_schema")

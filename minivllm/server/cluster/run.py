@@ -114,7 +114,8 @@ def stopping() -> Iterator[Signals]:
 
 @contextlib.contextmanager
 def cluster(loaded: Loaded) -> Iterator[Any]:
-    """Join the cluster at ``server.ray_address``, or start one here that ends with the context."""
+    """Join the cluster at ``server.ray_address``, or start one here that ends with the context.  Yield the module
+    ``ray``.  ResourceError if the cluster refuses or cannot start."""
     address = loaded.server.ray_address
     if address:
         check_address(address)

@@ -234,7 +234,8 @@ class _Batch:
         return self.vectors
 
     async def _work(self, numbers: Iterator[int]) -> None:
-        """Embed the next prompt until there is none."""
+        """Embed the next prompts until there are none.  ApiError (400) names the place of a prompt that the engine
+        refuses."""
         for number in numbers:
             try:
                 self.vectors[number] = await self._one(number)

@@ -66,10 +66,9 @@ class Bodies:
             return await self.parse(b"".join(parts), owner)
 
     async def parse(self, raw: bytes, owner: str, inner: str = "") -> dict[str, Any]:
-        """Parse a JSON object (``parse_object``) and check the limits of ``bounds``.
+        """Return the JSON object in a body (see ``parse_object``), and check the limits of ``bounds``.
 
-        ``inner`` is the field of a WebSocket message that has the body; "" means that ``raw`` is the body itself.
-        """
+        ``inner`` is the field of a WebSocket message that has the body; "" means that ``raw`` is the body itself."""
         if len(raw) > SMALL:
             return await self.pool.read(raw, owner, inner)
         bounds.check_shape(raw)
@@ -82,7 +81,8 @@ class Bodies:
         return value
 
     async def _read(self, request: Request, most: int, owner: str, parts: list[bytes], count: list[int]) -> None:
-        """Receive a body into ``parts``, and count its bytes in ``held`` and ``count[0]``."""
+        """Receive a body into ``parts``, and count its bytes in ``held`` and ``count[0]``.  ApiError: 413 above
+        ``most`` bytes, 429 if too many bodies of ``owner`` are being received, 400 if the client disconnects."""
         size = 0
         try:
             async for part in request.stream():
@@ -160,7 +160,8 @@ def check_text(raw: bytes | str, value: dict[str, Any]) -> None:
 
 
 def load_object(raw: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object as ``parse_object`` does, without the check for halves of surrogate pairs."""
+    """Return the JSON object in a body, as ``parse_object`` does, without the check for halves of surrogate pairs.
+    ApiError (400) if it is not one."""
     try:
         # decoded here, because json.loads would also accept UTF-16 and surrogates
         text = raw if isinstance(raw, str) else raw.decode("utf-8-sig")

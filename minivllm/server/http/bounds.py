@@ -116,7 +116,7 @@ def holds_ids(value: Any) -> bool:
 
 
 def values_in(value: Any, most: int) -> int:
-    """Count the values in nested lists and objects.  Stop when there are more than ``most``."""
+    """Return the number of values in nested lists and objects, or a number above ``most`` if there are more."""
     count, todo = 0, [value]
     while todo and count <= most:
         inner = todo.pop()

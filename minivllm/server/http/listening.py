@@ -39,10 +39,10 @@ def bind(server: ServerConfig) -> socket.socket:
 
 
 def _bind_path(path: str) -> socket.socket:
-    """Return a Unix socket bound to a path.
+    """Return a Unix socket bound to a path.  ConfigError for a path that is too long or is another file; ResourceError
+    if it cannot be bound or another program listens there.
 
-    A socket file without a listener, which a killed server has left, is replaced.  No other file is.
-    """
+    A socket file without a listener, which a killed server has left, is replaced.  No other file is."""
     if len(os.fsencode(path)) > MOST_PATH:
         raise ConfigError(f"server.uds: {path[:80]}...: expected a path of at most {MOST_PATH} bytes")
     with contextlib.suppress(FileNotFoundError):

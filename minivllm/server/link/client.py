@@ -335,7 +335,8 @@ class EngineClient:
         return await self._ask("profile", start=start, path=getattr(self, "_profile", "minivllm-profile.json"))
 
     async def _ask(self, what: str, **args: Any) -> Any:
-        """Call the method ``_ask_`` + ``what`` of ``EngineLoop`` on the engine's loop, and return its result."""
+        """Call the method ``_ask_`` + ``what`` of ``EngineLoop`` on the engine's loop, and return its result.
+        EngineDeadError if the engine has ended."""
         if self._gone:
             raise EngineDeadError(self._why)
         return await self._question(what, args)
@@ -345,7 +346,7 @@ class EngineClient:
         return version
 
     async def _question(self, what: str, args: dict[str, Any]) -> Any:
-        """Send a question to the engine's loop, also to an engine that does not serve yet."""
+        """Send a question to the engine's loop, also to an engine that does not serve yet, and return the answer."""
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
         try:

@@ -244,7 +244,8 @@ class EngineLoop(TurnLoop):
     # ---- commands ------------------------------------------------------------------------------------------------
 
     def _handle(self, commands: list[Frame], until: float) -> None:
-        """Handle commands, and read new requests until ``until`` (``time.perf_counter``), at least one."""
+        """Handle commands, and read new requests until ``until`` (``time.perf_counter``), at least one.
+        EngineDeadError for an unknown command."""
         for command in commands:
             if command.kind not in COMMANDS:
                 raise EngineDeadError(f"{command.kind!r} is not a command; expected one of {sorted(COMMANDS)}")

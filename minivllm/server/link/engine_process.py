@@ -79,7 +79,7 @@ class SocketLink:
             self._push()
 
     def _push(self) -> None:
-        """Send as many bytes as the socket accepts."""
+        """Send as many bytes as the socket accepts.  EngineDeadError if the client of the engine is gone."""
         try:
             while self._out:
                 sent = self._socket.send(self._out)
@@ -90,7 +90,7 @@ class SocketLink:
             raise EngineDeadError(f"the client of the engine is gone: {e}") from e
 
     def _read(self) -> list[Frame]:
-        """Return the frames that can be read without waiting."""
+        """Return the frames that can be read without waiting.  EngineDeadError if the client of the engine is gone."""
         found: list[Frame] = []
         try:
             while True:

@@ -72,7 +72,8 @@ def encode(kind: str, header: Mapping[str, Any], columns: Mapping[str, np.ndarra
 
 
 def decode(body: bytes | memoryview) -> Frame:
-    """Return the frame in the bytes after its size.  Its columns are read-only views of ``body``."""
+    """Return the frame in the bytes after its size.  Its columns are read-only views of ``body``.  FrameError if they
+    are malformed."""
     body = memoryview(body)
     if len(body) < _HEAD.size:
         raise FrameError(f"a frame of {len(body)} bytes; expected at least {_HEAD.size}")
@@ -101,7 +102,8 @@ def decode(body: bytes | memoryview) -> Frame:
 
 
 def size_of(head: bytes) -> int:
-    """Return the size of a frame, without the four bytes of ``head`` that hold it."""
+    """Return the size of a frame, without the four bytes of ``head`` that hold it.  FrameError if it exceeds the
+    limit."""
     (size,) = _SIZE.unpack(head)
     if size > MAX_FRAME:
         raise FrameError(f"a frame of {size} bytes; expected at most {MAX_FRAME}")

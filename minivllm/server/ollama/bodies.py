@@ -46,7 +46,8 @@ def prompt_values(service: Service, body: Any) -> JsonObject:
 
 
 def raw_values(service: Service, body: Any) -> JsonObject:
-    """Return the fields of a completion of this server for the body of ``/api/generate`` with ``raw``.
+    """Return the fields of a completion of this server for the body of ``/api/generate`` with ``raw``.  ApiError (400)
+    for fields that this mode does not support.
 
     The answer may use the rest of the context, as in Ollama, unless the request limits it."""
     for name in ("system", "template", "context"):
@@ -96,7 +97,8 @@ def _shared_values(service: Service, body: Any) -> JsonObject:
 
 
 def _form(value: Any) -> JsonObject | None:
-    """Return the ``response_format`` for a ``format``: "json", a JSON schema, or nothing."""
+    """Return the ``response_format`` for a ``format``: "json" or a JSON schema; None if it is "" or missing.  ApiError
+    (400) for anything else."""
     if value is None or value == "":
         return None
     if value == "json":

@@ -49,7 +49,8 @@ async def embeddings(request: Request, service: Service) -> Any:
 
 
 def _values(service: Service, body: Any) -> JsonObject:
-    """Return the fields of this server's embeddings that do not depend on the route."""
+    """Return the fields of this server's embeddings that do not depend on the route.  ApiError (400) for wrong
+    ``options``."""
     if body.options is not None and not isinstance(body.options, dict):
         raise ApiError(400, "options: expected an object of names and values", "options")
     values: JsonObject = dict(body.model_extra or {})

@@ -21,7 +21,8 @@ from .names import served_name, tagged
 
 
 async def chat(request: Request, service: Service) -> Any:
-    """Answer a conversation in Ollama's form."""
+    """Return the answer to a conversation in Ollama's form.  A body without messages only loads the model, which is
+    loaded already."""
     body = await read_body(request, service, OllamaChatBody, any_type=True)
     if bodies.is_load(body):
         return _loaded(service, body, {"message": {"role": "assistant", "content": ""}})
@@ -29,7 +30,8 @@ async def chat(request: Request, service: Service) -> Any:
 
 
 async def generate(request: Request, service: Service) -> Any:
-    """Answer a prompt in Ollama's form, through the chat template unless ``raw`` is true."""
+    """Return the answer to a prompt in Ollama's form, through the chat template unless ``raw`` is true.  A body without
+    a prompt only loads the model, which is loaded already."""
     body = await read_body(request, service, OllamaGenerateBody, any_type=True)
     if bodies.is_load(body):
         return _loaded(service, body, {"response": ""})

@@ -49,12 +49,12 @@ async def version(request: Request, service: Service) -> Any:
 
 
 async def tags(request: Request, service: Service) -> Any:
-    """List the names of the model that is served."""
+    """Return a list with the names under which the model is served."""
     return JSONResponse({"models": [_card(service, name) for name in service.names]})
 
 
 async def loaded(request: Request, service: Service) -> Any:
-    """List the names of the model, which is always loaded."""
+    """Return a list with the names under which the model is served; the model is always loaded."""
     info = service.client.info
     cards = []
     for name in service.names:
@@ -66,7 +66,7 @@ async def loaded(request: Request, service: Service) -> Any:
 
 
 async def show(request: Request, service: Service) -> Any:
-    """Describe the model: its sizes, chat template, sampling defaults and capabilities."""
+    """Return a description of the model: its sizes, chat template, sampling defaults and capabilities."""
     body = await read_body(request, service, OllamaModelBody, any_type=True)
     name = tagged(served_name(service, body.model or body.name))
     tokenizer = service.tokens.tokenizer
@@ -83,8 +83,8 @@ async def show(request: Request, service: Service) -> Any:
 
 
 async def pull(request: Request, service: Service) -> Any:
-    """Accept a pull of the served model, because clients pull a model before they use it, and refuse a pull of other
-    models."""
+    """Return success for a pull of the served model, because clients pull a model before they use it.  ApiError (404)
+    for other models."""
     body = await read_body(request, service, OllamaModelBody, any_type=True)
     try:
         served_name(service, body.model or body.name)
@@ -104,7 +104,7 @@ async def _pulled() -> AsyncIterator[bytes]:
 
 
 async def unchangeable(request: Request, service: Service) -> Any:
-    """Refuse to push, create, copy or delete a model."""
+    """Raise ApiError (501) for a request to push, create, copy or delete a model."""
     command = request.url.path.rpartition("/")[2]
     raise ApiError(501, f"{command} is not supported: the model is chosen when the server starts")
 

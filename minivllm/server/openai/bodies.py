@@ -174,7 +174,8 @@ def sent_names(body: Any) -> dict[str, str]:
 
 
 def naming(make: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a request's ``__init__(self, service, body, state)``, so that errors have the client's field names."""
+    """Return a wrapper of a request's ``__init__(self, service, body, state)``, in which errors have the client's field
+    names."""
 
     @wraps(make)
     def made(self: Any, service: Any, body: Any, state: Any) -> None:

@@ -149,7 +149,7 @@ class Chat(Work):
         return reasoning.template_variables(self.body, read, self.warnings)
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
-        """Open the stream of the request, to be closed by ``held``."""
+        """Return the answer, with the stream of the request open; ``held`` closes it."""
         service = self.service
         body = self.body
         params = self.params
@@ -181,7 +181,8 @@ class Chat(Work):
         return answer
 
     async def prompt(self) -> list[int]:
-        """Return the token ids of the conversation."""
+        """Return the token ids of the conversation.  ApiError (400) for ``truncate_prompt_tokens`` together with
+        images."""
         body, owner = self.body, self.state["owner"]
         salt = self.params.salt
         ids = await render(self.service, self.messages, self.tools.shown, body, salt, owner, self.variables)

@@ -76,7 +76,7 @@ class Completion(Work):
             self.params = dataclasses.replace(self.params, prompt_logprobs=most)
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
-        """Open the streams of all prompts, to be closed by ``held``."""
+        """Return the answer, with the streams of all prompts open; ``held`` closes them."""
         service, body = self.service, self.body
         with named(sent_names(body)):
             held.enter_context(service.door.enter(len(self.prompts), self.state["owner"]))
@@ -154,7 +154,7 @@ class Completion(Work):
         return Placed(places, begin)
 
     def opening(self, answer: Answer) -> list[JsonObject]:
-        """Create the state of a stream.  No event is sent before the first piece."""
+        """Create the state of a stream.  Return no events, because none is sent before the first piece."""
         numbers = range(len(self.ids) * self.n)
         self._rows: list[Placed] = []
         if self.body.logprobs is not None:

@@ -134,14 +134,16 @@ REQUIRED = (MESSAGES, PROMPT, TOKENS, TURNS, LENGTH, INPUT, POOLED_TEXT)  # type
 
 
 def _temperature_of(do_sample: Any) -> float | None:
-    """Return the temperature that ``do_sample`` requests: 0 for false, None (no request) for true."""
+    """Return the temperature that ``do_sample`` requests: 0 for false, None (no request) for true.  ValueError for
+    anything else."""
     if not isinstance(do_sample, bool):
         raise ValueError("true or false")
     return None if do_sample else 0.0
 
 
 def _grammar(value: Any) -> JsonObject:
-    """Return the form of a grammar: text in GBNF or Lark, or TGI's object with ``type`` and ``value``."""
+    """Return the form of a grammar: text in GBNF or Lark, or TGI's object with ``type`` and ``value``.  ValueError for
+    an object of another type."""
     if not isinstance(value, dict):
         return {"grammar": value}
     kind, inner = value.get("type"), value.get("value")
@@ -153,7 +155,7 @@ def _grammar(value: Any) -> JsonObject:
 
 
 def _format(value: Any) -> JsonObject:
-    """Return the form of Ollama's ``format``: the word "json" or a JSON schema."""
+    """Return the form of Ollama's ``format``: the word "json" or a JSON schema.  ValueError for anything else."""
     if value == "json":
         return {"json_object": True}
     if not isinstance(value, dict):
@@ -169,7 +171,8 @@ def _truncate(value: Any) -> Any:
 
 
 def _truncation(value: Any) -> int:
-    """Return the number of prompt tokens to keep for the word "auto": -1 (as many as fit)."""
+    """Return the number of prompt tokens to keep for the word "auto": -1 (as many as fit).  ValueError for any other
+    word."""
     if value != "auto":
         raise ValueError('"auto" or "disabled"')
     return -1

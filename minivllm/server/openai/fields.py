@@ -107,7 +107,7 @@ def _rows_in(body: Translation, use: str, declared: Collection[str]) -> list[Bod
 
 
 def _apply_alias(body: Translation, row: BodyField, value: Any, declared: Collection[str]) -> None:
-    """Set the field that an alias stands for."""
+    """Set the field that an alias stands for.  ApiError (400) if the body has another value for that field."""
     name = row.name
     to, _, key = row.to.partition(".")
     if to == "mirostat_tau":
@@ -151,7 +151,8 @@ def _disable_sampling(body: Translation) -> None:
 
 
 def _flatten(body: Translation, declared: Collection[str]) -> None:
-    """Move the fields of objects such as Ollama's ``options`` to the first level of a body."""
+    """Move the fields of objects such as Ollama's ``options`` to the first level of a body.  ApiError (400) if one is
+    not an object, or if it contradicts the first level."""
     for outer in NESTED:
         inner = body.values.get(outer)
         if outer in declared or inner is None:
@@ -168,7 +169,8 @@ def _flatten(body: Translation, declared: Collection[str]) -> None:
 
 
 def _move_up(body: Translation, outer: str, name: str, value: Any) -> None:
-    """Set a field of the first level to its value in an object, unless the first level has it already."""
+    """Set a field of the first level to its value in an object.  If the first level has the field already, ApiError
+    (400) for a different value."""
     present = body.values.get(name)
     if present is None:
         body.values[name] = value
@@ -177,7 +179,8 @@ def _move_up(body: Translation, outer: str, name: str, value: Any) -> None:
 
 
 def _set_mirostat(body: Translation, name: str, version: Any) -> None:
-    """Apply llama.cpp's version of mirostat: 0 (off), 1 (not supported) or 2 (this server's)."""
+    """Apply llama.cpp's version of mirostat: 0 (off), 1 (not supported) or 2 (this server's).  ApiError (400) for
+    others."""
     if version == 2 and not isinstance(version, bool):
         if body.values.get("mirostat_tau") is None:
             body.values["mirostat_tau"] = TAU

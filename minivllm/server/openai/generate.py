@@ -150,7 +150,7 @@ class ProtocolWork(Protocol):
     sends_empty: bool  # whether a stream sends pieces with empty text
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
-        """Open the streams of the request, to be closed by ``held``."""
+        """Return the answer, with the streams of the request open; ``held`` closes them."""
 
     def events(self, answer: Answer, direct: Direct | None = None) -> AsyncIterator[bytes]:
         """Yield the answer as the events of a stream (``Answer.events``)."""

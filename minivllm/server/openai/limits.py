@@ -120,7 +120,8 @@ def check_size(service: Service, prompts: int, params: SamplingParams, taps: Poo
 
 
 def seconds_of(service: Service, requested: float | None) -> float:
-    """Return the time limit of a request, in seconds: ``timeout_s`` of the request, at most the server's own."""
+    """Return the time limit of a request, in seconds: ``timeout_s`` of the request, at most the server's own.  ApiError
+    (400) if it is not positive."""
     most = service.server.request_timeout
     if requested is None:
         return most

@@ -103,7 +103,7 @@ class Speller:
         return found
 
     def _bytes(self, token: int) -> list[int]:
-        """Compute the bytes of a token."""
+        """Return the bytes of a token."""
         text = self._decoded(token)
         if "\ufffd" in text and self._tokenizer is not None:
             spelled = self._tokenizer.token(token) or ""

@@ -146,7 +146,8 @@ def requested_tokens(body: Any, least: int = 1) -> int | None:
 
 
 def limited(requested: int | None, most: int | None, warnings: Warnings, sent: Mapping[str, str]) -> int | None:
-    """Return the requested length of an answer, at most ``most``, the limit of the ``[sampling]`` table.
+    """Return the requested length of an answer, at most ``most``, the limit of the ``[sampling]`` table.  None means no
+    limit.
 
     A request for more adds a warning under the field name that the client used (``sent``)."""
     if requested is None or most is None or requested <= most:

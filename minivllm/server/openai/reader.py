@@ -219,7 +219,8 @@ class Reader:
         return message
 
     def reason(self, reason: str | None) -> str | None:
-        """Return the finish reason of a choice: "tool_calls" in place of "stop" if the model chose to call.
+        """Return the finish reason of a choice: "tool_calls" in place of "stop" if the model chose to call.  None means
+        that the choice has not ended.
 
         A named function ends with "stop", as in OpenAI's API."""
         if reason != "stop" or not self._whole:

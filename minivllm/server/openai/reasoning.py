@@ -119,7 +119,7 @@ def shows_reasoning(body: Any) -> bool:
 
 
 def _efforts(body: Any) -> Iterator[tuple[str, str]]:
-    """Yield the efforts that a body requests, each with its field."""
+    """Yield the efforts that a body requests, each with its field.  ApiError (400) for an unknown effort."""
     found = {EFFORT: body.reasoning_effort}
     found["reasoning.effort"] = _member(body, "reasoning", "effort")
     if isinstance(body.think, str):
@@ -134,7 +134,8 @@ def _efforts(body: Any) -> Iterator[tuple[str, str]]:
 
 
 def _switches(body: Any) -> Iterator[tuple[str, bool]]:
-    """Yield (field, whether it requests reasoning) for each field of a body that controls reasoning."""
+    """Yield (field, whether it requests reasoning) for each field of a body that controls reasoning.  ApiError (400)
+    for a malformed value."""
     kind = _member(body, "thinking", "type")
     if kind is not None and kind not in tuple(TYPES):
         expected = ", ".join(TYPES)

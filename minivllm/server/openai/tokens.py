@@ -222,7 +222,7 @@ def read_prompts(prompt: Any, most: int, vocab: int) -> list[str | Ids]:
 
 
 def _listed(prompt: Any) -> list[Any]:
-    """Return a list with a prompt, or the list of prompts."""
+    """Return a list with a prompt, or the list of prompts.  ApiError (400) for another type."""
     if isinstance(prompt, (str, np.ndarray)):
         return [prompt]
     if not isinstance(prompt, list):

@@ -101,7 +101,10 @@ class Tools:
     def _reply(self, spelling: Spelling, mode: str, answer: Any = None) -> JsonObject:
         """Return the structured outputs that constrain calls in the model's own format, as a grammar.
 
-        ``mode`` is AUTO, FORCED or ANSWER; in the latter, the answer may also be JSON of the schema ``answer``."""
+        ``mode`` is AUTO, FORCED or ANSWER; in the latter, the answer may also be JSON of the schema ``answer``.
+
+        ApiError (400) if a strict schema cannot be expressed in the format of the model's calls and the answer may be
+        text."""
         named = self.choice == "named"
         listed = [self._of(self.function)] if named else [tool["function"] for tool in self.listed]
         _measure(listed)
@@ -243,7 +246,8 @@ def _allowed(choice: JsonObject, names: Sequence[str]) -> tuple[str, list[str]]:
     """Return the mode and the names of a choice of type ``allowed_tools``.
 
     The shape is {"type": "allowed_tools", "allowed_tools": {"mode", "tools": [{"type", "function": {"name"}}]}}.  As in
-    OpenAI's Responses API, the outer object may have the members of the inner one, and a tool those of its function."""
+    OpenAI's Responses API, the outer object may have the members of the inner one, and a tool those of its function.
+    ApiError (400) for another mode, or for an unknown function."""
     inner = choice.get("allowed_tools", choice)
     members = inner if isinstance(inner, dict) else {}
     mode, listed = members.get("mode"), members.get("tools")
@@ -266,7 +270,8 @@ def _allowed(choice: JsonObject, names: Sequence[str]) -> tuple[str, list[str]]:
 def _parameters(function: Mapping[str, Any]) -> JsonObject:
     """Return the schema of the arguments of a function: an object.
 
-    Undeclared properties are forbidden unless ``strict`` is false or the schema allows them."""
+    Undeclared properties are forbidden unless ``strict`` is false or the schema allows them.  ApiError (400) for a
+    schema that cannot be closed."""
     schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
     if "properties" in schema and "type" not in schema:
         schema = {"type": "object", **schema}

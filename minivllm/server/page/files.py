@@ -65,7 +65,7 @@ class Page:
 
     @staticmethod
     def load() -> Page:
-        """Read the files from the package."""
+        """Return the page with its files, read from the package."""
         files: dict[str, StaticFile] = {}
         folder = resources.files(__package__) / "static"
         for entry in folder.iterdir():

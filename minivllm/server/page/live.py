@@ -42,7 +42,8 @@ class LiveSocket(Socket):
         return message if isinstance(message, str) else super().text(message)
 
     async def begin(self) -> int | None:
-        """Send the facts about the engine, and join the readers of its state.  Return a code if there are too many."""
+        """Send the facts about the engine, and join the readers of its state.  Return None, or a close code of the
+        WebSocket if there are too many readers."""
         sees_all = self.keys.sees_all(self.tenant or "")
         self._scope = None if sees_all else self.owner
         try:

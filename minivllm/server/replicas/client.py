@@ -299,7 +299,8 @@ class ReplicaClient(EngineClient):
         return {"replicas": await self._each(lambda one: one.state(trim))}
 
     async def snapshot(self, owner: str | None, steps: int = 0, ended: int = 0) -> dict[str, Any]:
-        """Return the state of the first replica whose engine runs, and its number, for the page."""
+        """Return the state of the first replica whose engine runs, and its number, for the page.  EngineDeadError if
+        none runs."""
         for one in self.replicas:
             if one.healthy()[0]:
                 found = await one.snapshot(owner, steps, ended)
@@ -319,7 +320,10 @@ class ReplicaClient(EngineClient):
         return all(answers)
 
     async def load_adapter(self, adapter: LoRARequest) -> None:
-        """Load an adapter in all replicas.  A replica that does not answer loads it with its first request."""
+        """Load an adapter in all replicas.  A replica that does not answer loads it with its first request.
+
+        If a replica refuses it, the others unload it, and the error of that replica is raised.  EngineDeadError if no
+        replica answers."""
         loads = (one.load_adapter(adapter) for one in self.replicas if one.accepts)
         ended = await asyncio.gather(*loads, return_exceptions=True)
         wrong = [e for e in ended if isinstance(e, BaseException) and not isinstance(e, EngineDeadError)]
@@ -374,7 +378,7 @@ class ReplicaClient(EngineClient):
         await self.prefixes()
 
     async def profile(self, start: bool) -> str:
-        """Start or stop a profile of replica 0, as an example of all replicas."""
+        """Start or stop a profile of replica 0, as an example of all replicas.  Return what its engine returns."""
         return await self.replicas[0].profile(start)
 
     def health(self) -> dict[str, Any]:

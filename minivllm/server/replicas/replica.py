@@ -214,7 +214,7 @@ class Replica(ProcessClient):
     # ---- versions of the weights ---------------------------------------------------------------------------------
 
     def front_version(self, version: int) -> int:
-        """Translate a version of the engine's weights to the version that clients see."""
+        """Return the version that clients see for a version of the engine's weights."""
         return self.versions.get(version, version)
 
     def start_versions(self, version: int) -> None:

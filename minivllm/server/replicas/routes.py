@@ -34,17 +34,18 @@ async def show(request: Request, service: Service) -> Any:
 
 
 async def drain(request: Request, service: Service) -> Any:
-    """Send no new requests to a replica.  Its running ones go on."""
+    """Send no new requests to a replica, and return the states of all replicas.  Its running requests go on."""
     return _hold(request, service, True)
 
 
 async def resume(request: Request, service: Service) -> Any:
-    """Send requests to a drained replica again."""
+    """Send requests to a drained replica again, and return the states of all replicas."""
     return _hold(request, service, False)
 
 
 def _hold(request: Request, service: Service, held: bool) -> JSONResponse:
-    """Drain or resume the replica whose number is in the path.  ApiError (400) for a wrong number."""
+    """Drain or resume the replica whose number is in the path, and return the states of all replicas.  ApiError (400)
+    for a wrong number."""
     client = replicas_of(service)
     text = request.path_params["number"]
     if not text.isdecimal():
@@ -54,10 +55,10 @@ def _hold(request: Request, service: Service, held: bool) -> JSONResponse:
 
 
 async def update(request: Request, service: Service) -> Any:
-    """Replace the replicas one after another by engines with the current configuration.
+    """Replace the replicas one after another by engines with the current configuration.  ApiError (400) if that
+    configuration is wrong.
 
-    The answer is sent after all are replaced.
-    """
+    The answer, with the states of all replicas, is sent after all are replaced."""
     client = replicas_of(service)
     reload = service.reload
     if reload is None:

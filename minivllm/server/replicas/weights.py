@@ -101,7 +101,8 @@ class ReplicatedWeights:
         return states, self.left_out()
 
     async def _change_one(self, one: Replica, do: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Change a replica, and return its state.  Kill an engine that does not answer in time; it is started again."""
+        """Change a replica, and return its state.  If an engine does not answer in time, kill it and raise
+        EngineDeadError; it is started again."""
         before = one.versions
         one.expect(do == WAKE and self._drops, self._next(do))
         try:

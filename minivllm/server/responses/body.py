@@ -185,7 +185,7 @@ def _object(body: Any, name: str, keys: tuple[str, ...]) -> JsonObject:
 
 
 def _text(parsed: ParsedRequest) -> JsonObject:
-    """Return the fields of the chat for ``text``."""
+    """Return the fields of the chat for ``text``: the format of the answer.  ApiError (400) for an unknown format."""
     text = _object(parsed.body, "text", ("format", "verbosity"))
     if text.get("verbosity") not in (None, "medium"):
         fields.warn(parsed.warnings, "text.verbosity", "no chat template reads it")

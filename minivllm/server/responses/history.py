@@ -77,7 +77,7 @@ class History:
         return found
 
     async def _item(self, ident: str, at: str) -> JsonObject:
-        """Return the item with an id from an earlier response."""
+        """Return the item with an id from an earlier response.  ApiError (404) if there is none."""
         match = ITEM.fullmatch(ident)
         response = f"resp_{match[1]}" if match else ""
         if match and response not in self._read:

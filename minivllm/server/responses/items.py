@@ -93,7 +93,7 @@ class ItemConversation:
         calls.append(_call(item, at))
 
     def _add_message(self, item: Mapping[str, Any], at: str) -> None:
-        """Add the message of an item."""
+        """Add the message of an item.  ApiError (400) for an unknown role or malformed content."""
         role = item.get("role")
         if role not in ROLES:
             raise wrong(f"{at}.role", f"={shown(role)}: expected one of {', '.join(ROLES)}")
@@ -206,7 +206,8 @@ def listed(value: Any, prefix: str) -> list[JsonObject]:
 
 
 def _with_id(item: Any, number: int, prefix: str) -> JsonObject:
-    """Return an item with its type and an id, and with the content of a message as a list."""
+    """Return an item with its type and an id, and with the content of a message as a list.  ApiError (400) for a
+    malformed item."""
     at = f"input[{number}]"
     if not isinstance(item, dict):
         raise wrong(at, f"={shown(item)}: expected an item")

@@ -106,7 +106,7 @@ class ResponseOutput:
         return self._open
 
     def _begin(self, item: _TextItem | _CallItem) -> Events:
-        """Close the open item and begin another one."""
+        """Close the open item and begin another one.  Yield the events of both."""
         yield from self.close()
         self._blank = ""
         self._open = item

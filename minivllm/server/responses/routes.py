@@ -31,7 +31,7 @@ JSON = "application/json"
 
 
 async def create(request: Request, service: Service) -> Any:
-    """Answer a conversation as a response, whole or as a stream of events."""
+    """Return the answer to a conversation as a response, whole or as a stream of events."""
     state = request.scope["state"]
     body = await read_body(request, service, ResponsesBody)
     work = await make_work(service, body, state, history_of(service, state))
@@ -42,7 +42,7 @@ async def create(request: Request, service: Service) -> Any:
 
 
 async def input_tokens(request: Request, service: Service) -> Any:
-    """Count the tokens of a conversation as ``create`` would send it to the model."""
+    """Return the number of tokens of a conversation as ``create`` would send it to the model."""
     state = request.scope["state"]
     body = await read_body(request, service, ResponsesBody)
     work = await make_work(service, body, state, history_of(service, state))
@@ -75,7 +75,7 @@ async def make_work(service: Service, body: Any, state: dict[str, Any], history:
 
 
 async def _begin(request: Request, service: Service, work: ResponseWork, seconds: float) -> Response:
-    """Start a response in the background and return it."""
+    """Start a response in the background and return it.  ApiError (400) with ``stream`` true or ``store`` false."""
     if not work.request.stored or work.request.body.stream:
         field = "stream" if work.request.body.stream else "store"
         expected = "false" if field == "stream" else "true"
@@ -108,7 +108,8 @@ async def _found(request: Request, service: Service) -> StoredResponse:
 
 
 async def retrieve(request: Request, service: Service) -> Any:
-    """Return a stored response, or the present state of one that is generated in the background."""
+    """Return a stored response, or the present state of one that is generated in the background.  ApiError: 400 for
+    ``stream``, 404 if there is none."""
     if request.query_params.get("stream", "false").lower() not in ("false", "0"):
         raise ApiError(400, "stream: expected false, because the events of a response are not stored", "stream")
     ident, identity = _names(request)
@@ -120,7 +121,7 @@ async def retrieve(request: Request, service: Service) -> Any:
 
 
 async def delete(request: Request, service: Service) -> Any:
-    """Delete a stored response."""
+    """Delete a stored response and return its id.  ApiError (404) if there is none."""
     ident, identity = _names(request)
     await service.background.cancel(identity, ident)
     if not await service.responses.delete(identity, ident):
@@ -129,7 +130,8 @@ async def delete(request: Request, service: Service) -> Any:
 
 
 async def cancel(request: Request, service: Service) -> Any:
-    """End a response that is generated in the background, and return it."""
+    """End a response that is generated in the background, and return it.  ApiError: 404 if there is none, 400 if it is
+    not in the background."""
     ident, identity = _names(request)
     job = service.background.get(identity, ident)
     await service.background.cancel(identity, ident)
@@ -148,7 +150,8 @@ def _in_background(stored: StoredResponse) -> bool:
 
 
 async def input_items(request: Request, service: Service) -> Any:
-    """List the items of the conversation that a stored response answers."""
+    """Return a page of the items of the conversation that a stored response answers.  ApiError: 400 for a wrong query,
+    404 if there is no such response."""
     query = request.query_params
     limit, order = query.get("limit", "20"), query.get("order", "desc")
     number = int(limit) if limit.isdecimal() and len(limit) < 4 else 0
@@ -170,7 +173,8 @@ async def input_items(request: Request, service: Service) -> Any:
 
 
 def _page(items: list[JsonObject], after: str | None, limit: int) -> JsonObject:
-    """Return the items after the item with the id ``after``, at most ``limit``, as a list of OpenAI's API."""
+    """Return the items after the item with the id ``after``, at most ``limit``, as a list of OpenAI's API.  ApiError
+    (400) if there is no such item."""
     ids = [item.get("id") for item in items]
     if after is not None:
         if after not in ids:

@@ -79,7 +79,8 @@ class ResponsesSocket(Socket):
         return self._local
 
     async def receive(self, raw: str) -> None:
-        """Start the response of a message."""
+        """Start the response that a message requests.  A malformed message, or one above the limit of responses, gets
+        an error event."""
         stream_id = ""
         try:
             message = await self.service.bodies.parse(raw.encode("utf-8", "surrogatepass"), self.owner)
@@ -117,7 +118,7 @@ class ResponsesSocket(Socket):
             logs.event("request", **ids, path=PATH, kind=CREATE, status=status, ms=ms, **state["log"])
 
     async def _send(self, body: JsonObject, stream_id: str, state: dict[str, Any]) -> int:
-        """Queue the events of a response and return its status for the log."""
+        """Queue the events of a response, or of an error, and return its status for the log."""
         work: ResponseWork | None = None
         generate = body.pop("generate", None)
         try:

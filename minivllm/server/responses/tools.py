@@ -95,7 +95,8 @@ def _checked_name(tool: Mapping[str, Any], at: str) -> str:
 
 
 def _free_text(tool: Mapping[str, Any], description: Any, at: str) -> tuple[JsonObject, str]:
-    """Return the parameters and the description of the function that stands for a custom tool."""
+    """Return the parameters and the description of the function that stands for a custom tool.  ApiError (400) for a
+    malformed format."""
     given = tool.get("format")
     form = given if isinstance(given, dict) else {}
     kind = form.get("type")
@@ -133,7 +134,7 @@ def read_tools(tools: Any) -> ToolSet:
 
 
 def _add_namespace(found: ToolSet, tool: Mapping[str, Any], at: str) -> None:
-    """Add the tools of a namespace."""
+    """Add the tools of a namespace.  ApiError (400) if it is malformed."""
     name = _checked_name(tool, at)
     inner = tool.get("tools")
     if not isinstance(inner, list):
@@ -147,7 +148,8 @@ def _add_namespace(found: ToolSet, tool: Mapping[str, Any], at: str) -> None:
 
 
 def read_choice(choice: Any, found: ToolSet) -> Any:
-    """Return a tool choice as a chat has it.  ``found`` are the tools of the request."""
+    """Return a tool choice as a chat has it.  ``found`` are the tools of the request.  ApiError (400) for an unknown
+    type."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")

@@ -87,7 +87,7 @@ class ResponseWork(Chat):
         self.created = int(time.time())
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
-        """Open the stream of the request, to be closed by ``held``."""
+        """Return the answer, with the stream of the request open; ``held`` closes it."""
         with client_names(self.request):
             answer = await super().prepare(held)
         answer.id = self.id
@@ -122,7 +122,7 @@ class ResponseWork(Chat):
         return found
 
     def _end(self, answer: Answer) -> JsonObject:
-        """Return the response of a complete answer."""
+        """Return the response of a complete answer.  ApiError (503) if the server has ended it."""
         output = self.output
         members: JsonObject = {"output": output.items, "usage": self._usage(answer)}
         if output.status == INCOMPLETE:
@@ -273,10 +273,10 @@ def _thought_tokens(parts: list[Part], tokens: int) -> float:
 
 
 def text_scores(piece: TextPiece) -> Scored | None:
-    """Return the log-probabilities of the tokens of a piece, without the token that ended the answer.
+    """Return the log-probabilities of the tokens of a piece, without the token that ended the answer; None if the piece
+    has none.
 
-    That token has no text.  It arrives alone or together with the last text, and must not change the answer.
-    """
+    That token has no text.  It arrives alone or together with the last text, and must not change the answer."""
     scored = piece.logprobs
     ended_by_token = piece.finish_reason == "stop" and not isinstance(piece.stop_reason, str)
     if scored is None or not len(scored) or not ended_by_token:
