@@ -596,8 +596,7 @@ class Engine:
         self.drop_prefixes()
 
     def drop_prefixes(self, keep_tiers: bool = False) -> None:
-        """Remove the unused cached prefixes, as ``reset_prefix_cache``.  ``keep_tiers`` keeps pages of storage
-        tiers."""
+        """Remove the cached prefixes that are not in use.  ``keep_tiers`` keeps the pages in the storage tiers."""
         try:
             if keep_tiers:
                 self._turn_loads()
@@ -616,8 +615,7 @@ class Engine:
 
     @alone
     def settle(self) -> None:
-        """Wait for all steps in flight and process their results.  If the executor or the cache fails, the engine
-        ends."""
+        """Wait for all steps in flight and process their results.  If one fails, the engine ends."""
         self.collect_all()
 
     def collect_all(self) -> None:
