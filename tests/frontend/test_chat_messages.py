@@ -241,6 +241,8 @@ REFUSED = [
     ({"role": "user", "content": "a", "images": ["b"]}, "messages[0].images"),
     ({"role": "assistant", "audio": {"id": "x"}}, "messages[0].audio"),
     ({"role": "user", "content": "a", "name": 5}, "messages[0].name"),
+    ({"role": "assistant", "content": "a", "reasoning_content": [{}]}, "messages[0].reasoning_content"),
+    ({"role": "assistant", "content": "a", "thinking": {"text": "b"}}, "messages[0].thinking"),
     ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
     ({"role": "assistant", "tool_calls": [5]}, "messages[0].tool_calls[0]"),
     ({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {}}]}, "messages[0].tool_calls[0].type"),

@@ -88,7 +88,7 @@ def test_a_mooncake_trace_is_read_with_its_shared_prefixes(tmp_path):
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6,0,2\n",
             "expected at least one of each",
         ),
-        ("a.jsonl", "{}\n", "a.jsonl:1: KeyError: 'hash_ids'"),
+        ("a.jsonl", "{}\n", "a.jsonl:1: the field hash_ids is missing; a line has timestamp (ms), input_length"),
         (
             "a.jsonl",
             '{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}\n',

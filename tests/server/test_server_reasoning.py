@@ -76,6 +76,7 @@ WRONG = [
     ({"thinking": "yes"}, "thinking='yes': expected true, false or an object with type"),
     ({"think": "most"}, "think='most': expected none"),
     ({"think": 1}, "think=1: expected true or false"),
+    ({"think": {"a": 1}}, r"think=\{'a': 1\}: expected true or false"),
     ({"reasoning_effort": "none", "think": True}, "think and reasoning_effort contradict each other"),
     ({"reasoning_effort": "low", "think": "high"}, "reasoning_effort and think contradict each other"),
 ]

@@ -206,6 +206,16 @@ def test_strict_false_is_the_letter_of_json_schema(openai):
             openai.chat.completions.create(model="pocket", **CHAT, **more)
 
 
+@pytest.mark.parametrize("parameters", ["", "{}", [], 0, False])
+def test_parameters_that_are_no_object_are_refused(parameters):
+    from minivllm.server.errors import ApiError
+    from minivllm.server.openai.tools import read_tools
+
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(ApiError, match=r"tools\[0\]: expected .*<JSON schema>"):
+        read_tools([tool], "auto", True)
+
+
 CHOICES = [
     ("any", "required", ""),
     ({"type": "any"}, "required", ""),

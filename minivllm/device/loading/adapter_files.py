@@ -49,7 +49,9 @@ def read_config(folder: str) -> dict[str, Any]:
         raise adapter_refusal(folder, f"no {CONFIG}; expected the folder that PEFT's save_pretrained wrote")
     config = files.read_json(path, files.SMALL, RequestError)
     if not isinstance(config, dict):
-        raise adapter_refusal(folder, f"{CONFIG} is not an object")
+        raise adapter_refusal(
+            folder, f"{CONFIG} is a {type(config).__name__}; expected an object with the fields of PEFT's configuration"
+        )
     return config
 
 

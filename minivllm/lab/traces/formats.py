@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -24,6 +24,8 @@ MOONCAKE_BLOCK = 512  # number of tokens that a hash id stands for
 BAILIAN_BLOCK = 16
 # a time without an offset is UTC
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d+))?(?:Z|([+-]\d\d:\d\d))?")
+WHOLE = re.compile(r"\s*[+-]?\d{1,20}\s*", re.ASCII)
+NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.ASCII | re.IGNORECASE)
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -45,7 +47,7 @@ def read_azure(name: str, lines: Iterator[str]) -> Trace:
             raise ValueError(f"{stamp[:40]!r} is no time")
         whole, digits, offset = match.groups()
         seconds = datetime.fromisoformat(whole + (offset or "+00:00")).timestamp()
-        return seconds + float(f"0.{digits or 0}"), int(prompt), int(output)
+        return seconds + float(f"0.{digits or 0}"), _whole(prompt), _whole(output)
 
     return _read_csv(name, lines, AZURE, convert, "a time and two numbers")
 
@@ -58,9 +60,31 @@ def read_burstgpt(name: str, lines: Iterator[str]) -> Trace:
     """
 
     def convert(seconds: str, prompt: str, output: str) -> tuple[float, int, int]:
-        return float(seconds), int(prompt), int(output)
+        if NUMBER.fullmatch(seconds) is None:
+            raise ValueError(f"{shown(seconds)} is no number of seconds")
+        return float(seconds), _whole(prompt), _whole(output)
 
     return _read_csv(name, lines, BURSTGPT, convert, "three numbers", skip_empty=True)
+
+
+def _whole(text: str) -> int:
+    """Return the whole number in a cell of a CSV file.  ValueError for another text."""
+    if WHOLE.fullmatch(text) is None:
+        raise ValueError(f"{shown(text)} is no whole number of tokens")
+    return int(text)
+
+
+def _field(row: Mapping[str, Any], name: str, kind: type[Any], expected: str) -> Any:
+    """Return the value of a field.  ValueError if the row lacks it, or if it is not of the type ``kind``.
+
+    Whole numbers count as floats, true and false do not count as numbers."""
+    if name not in row:
+        raise ValueError(f"the field {name} is missing")
+    value = row[name]
+    kinds = (int, float) if kind is float else kind
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise ValueError(f"{name}={shown(value)}: expected {expected}")
+    return value
 
 
 def _check(seconds: float, *lengths: int) -> None:
@@ -90,10 +114,13 @@ def _read_csv(
             raise ConfigError(f"{name}: no column {column}; expected {', '.join(columns)}")
     arrivals, prompts, outputs = [], [], []
     for row in rows:
+        cells = [row[column] for column in columns]
         try:
-            seconds, prompt, output = convert(*(row[column] for column in columns))
+            if None in cells:
+                raise ValueError("the row has fewer cells than the header")
+            seconds, prompt, output = convert(*cells)
             _check(seconds, prompt, output)
-        except (ValueError, TypeError, AttributeError, OverflowError) as e:
+        except (ValueError, OverflowError) as e:
             raise ConfigError(f"{name}:{rows.line_num}: {e}; expected {expected}") from e
         if skip_empty and min(prompt, output) < 1:
             continue
@@ -113,7 +140,7 @@ def read_mooncake(name: str, lines: Iterator[str]) -> Trace:
     stands for 512 tokens.  The format does not name the content of answers, so an answer is never shared with a later
     prompt.
     """
-    return _read_hashed(name, lines, MOONCAKE_BLOCK, 1e3, "Mooncake's fields")
+    return _read_hashed(name, lines, MOONCAKE_BLOCK, 1e3, "timestamp (ms), input_length, output_length and hash_ids")
 
 
 def read_bailian(name: str, lines: Iterator[str]) -> Trace:
@@ -122,13 +149,14 @@ def read_bailian(name: str, lines: Iterator[str]) -> Trace:
     The fields are chat_id, parent_chat_id, timestamp (seconds), input_length, output_length, type, turn and hash_ids.
     Equal hash ids are equal prefixes; an id stands for 16 tokens.
     """
-    return _read_hashed(name, lines, BAILIAN_BLOCK, 1.0, "Qwen-Bailian's fields")
+    return _read_hashed(name, lines, BAILIAN_BLOCK, 1.0, "timestamp (s), input_length, output_length and hash_ids")
 
 
 def _read_hashed(name: str, lines: Iterator[str], block: int, per_second: float, fields: str) -> Trace:
     """Read JSON lines whose prompts are lists of hash ids, each of ``block`` tokens.
 
-    ``per_second`` is the number of timestamp units in a second.  ``fields`` describes a valid line in error messages.
+    ``per_second`` is the number of timestamp units in a second.  ``fields`` lists the fields of a line for error
+    messages.
     """
     arrivals, prompts, outputs, runs = [], [], [], []
     contents: dict[int, int] = {}  # hash id -> content number, in order of appearance
@@ -138,15 +166,17 @@ def _read_hashed(name: str, lines: Iterator[str], block: int, per_second: float,
         place = f"{name}:{number}"
         row: Any = files.parse_json(line, name, line=number)
         if not isinstance(row, dict):
-            raise ConfigError(f"{place}: {shown(row)} is not an object; expected one with {fields}")
+            raise ConfigError(f"{place}: {shown(row)} is not an object; expected an object with {fields}")
         try:
-            ids = [int(x) for x in row["hash_ids"]]
-            prompt = int(row["input_length"])
-            seconds = float(row["timestamp"]) / per_second
-            output = max(1, int(row["output_length"]))
+            ids = _field(row, "hash_ids", list, "a list of whole numbers")
+            if not all(type(x) is int for x in ids):
+                raise ValueError(f"hash_ids={shown(ids)}: expected a list of whole numbers")
+            prompt = _field(row, "input_length", int, "a whole number of tokens")
+            seconds = _field(row, "timestamp", float, "a number") / per_second
+            output = max(1, _field(row, "output_length", int, "a whole number of tokens"))
             _check(seconds, prompt, output)
-        except (ValueError, KeyError, TypeError, OverflowError) as e:
-            raise ConfigError(f"{place}: {type(e).__name__}: {e}; expected {fields}") from e
+        except (ValueError, OverflowError) as e:
+            raise ConfigError(f"{place}: {e}; a line has {fields}") from e
         if len(ids) != -(-prompt // block):
             raise ConfigError(
                 f"{place}: {len(ids)} hash ids for {prompt} tokens; expected one id for each {block} tokens, "

@@ -76,8 +76,12 @@ def parse(text: str) -> Synthetic:
     """
     kinds = {f.name: f.type for f in fields(Synthetic)}
     values: dict[str, Any] = {}
+    given: set[str] = set()
     for item in filter(None, text.split(",")):
         name, sign, value = item.partition("=")
+        if name in given:
+            raise ConfigError(f"synthetic: {shown(name)} is there twice: expected each parameter once")
+        given.add(name)
         if name == "like":
             if value not in PRESETS:
                 near = suggest(value, sorted(PRESETS))

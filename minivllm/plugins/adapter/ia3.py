@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core.interfaces.adapter import AdaptedModel, AdapterMethod
 
 from .peft_config import LAYERS, MERGE, refuse_other_fields
+from .peft_targets import read_targets
 
 if TYPE_CHECKING:
     from .ia3_memory import IA3Memory
@@ -20,6 +21,7 @@ class IA3(AdapterMethod):
     """The adapter method that reads folders written by PEFT's IA3."""
 
     def check(self, folder: str, config: Mapping[str, Any]) -> None:
+        read_targets(folder, config)
         refuse_other_fields(folder, config, FIELDS, {}, f"train a plain IA3, or {MERGE}")
 
     def memory(self, model: AdaptedModel) -> IA3Memory:

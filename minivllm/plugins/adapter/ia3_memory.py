@@ -31,6 +31,7 @@ from minivllm.device.layers.module import all_finite
 from minivllm.errors import shown
 
 from .peft_config import MERGE
+from .peft_targets import DROP, read_targets
 
 NAME = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.ia3_l(\.default)?")
 
@@ -102,6 +103,7 @@ class IA3Memory(AdapterMemory):
         found = Factors({}, {})
         if not source.names:
             raise adapter_refusal(source.folder, "its file of weights has no tensors")
+        targets = read_targets(source.folder, source.config)
         seen: dict[str, str] = {}  # name of a module -> name of its tensor
         for name in source.names:
             match = NAME.fullmatch(name)
@@ -110,6 +112,8 @@ class IA3Memory(AdapterMemory):
             if (other := seen.setdefault(match["module"], name)) != name:
                 what = f"{shown(other)} and {shown(name)} are factors of the same layer"
                 raise adapter_refusal(source.folder, f"{what}; expected each layer once")
+            if why := targets.refusal(match["module"]):
+                raise adapter_refusal(source.folder, f"{match['module']} has weights, but {why}: {DROP}")
             self._take(source, name, source.target(match["module"]), found)
         return found
 

@@ -15,6 +15,7 @@ from minivllm.core.interfaces.adapter import adapter_refusal
 from minivllm.errors import shown
 
 from .peft_config import LAYERS, MERGE, refuse_other_fields
+from .peft_targets import Targets, read_targets
 
 MOST_PATTERNS, MOST_PATTERN = 4096, 256  # largest number of patterns in a field, and of characters in a pattern
 MOST_REPEATS = 3  # largest number of the operators * and + in a pattern
@@ -40,13 +41,14 @@ HINT = f"train a plain LoRA, or {MERGE}"
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The fields of adapter_config.json that determine ranks and scales."""
+    """The fields of adapter_config.json that determine modules, ranks and scales."""
 
     rank: int
     alpha: float
     rslora: bool
     ranks: Mapping[str, int]  # pattern of module names -> rank
     alphas: Mapping[str, float]
+    targets: Targets
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module, by its name in the base model."""
@@ -84,7 +86,7 @@ def read_settings(folder: str, config: Mapping[str, Any], max_rank: int) -> Lora
     largest = max(rank, *ranks.values()) if ranks else rank
     if largest > max_rank:
         raise adapter_refusal(folder, f"its rank is {largest}; expected at most max_lora_rank={max_rank}")
-    return LoraSettings(int(rank), alpha, bool(config.get("use_rslora")), ranks, alphas)
+    return LoraSettings(int(rank), alpha, bool(config.get("use_rslora")), ranks, alphas, read_targets(folder, config))
 
 
 def _number(folder: str, name: str, value: Any, whole: bool = False) -> float:

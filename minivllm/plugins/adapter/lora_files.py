@@ -20,6 +20,7 @@ from minivllm.core.interfaces.adapter import AdaptedModel, AdapterSource, Adapte
 from minivllm.errors import shown
 
 from .lora_config import LoraSettings
+from .peft_targets import DROP
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.quantizer import ModuleInfo
@@ -32,6 +33,7 @@ OTHERS = {
     "lora_B.bias": "lora_bias=true",
     "modules_to_save": "modules_to_save",
 }
+HINT = "expected lora_A and lora_B of linear layers; train it on these alone, or merge it into the weights"
 ALIGNED = 128  # A and B of each layer begin at an index that is a multiple of this
 
 
@@ -134,6 +136,8 @@ def make_plan(
     scaled: list[tuple[MemoryPart, float]] = []
     numbers: dict[int, int] = {}  # number of elements of each written matrix, by the index of its first element
     for module, (a, b) in pairs_of(source.folder, source.names).items():
+        if why := settings.targets.refusal(module):
+            raise adapter_refusal(source.folder, f"{module} has weights, but {why}: {DROP}")
         target = source.target(module)
         _check(source, module, target, settings, a, b)
         rank, scale, place = settings.rank_of(module), settings.scale_of(module), places[target.layer]
@@ -206,14 +210,14 @@ def pairs_of(folder: str, names: Sequence[str]) -> dict[str, tuple[str, str]]:
         match = NAME.fullmatch(name)
         if match is None:
             what = next((what for part, what in OTHERS.items() if part in name), "")
-            raise adapter_refusal(folder, f"tensor {shown(name)} is not adapted{what and f' ({what})'}")
+            raise adapter_refusal(folder, f"tensor {shown(name)} is not adapted{what and f' ({what})'}: {HINT}")
         pair = found.setdefault(match["module"], {})
         if match["which"] in pair:
             what = f"{shown(pair[match['which']])} and {shown(name)} are the same weight"
             raise adapter_refusal(folder, f"{what}; expected each weight once")
         pair[match["which"]] = name
     if not found:
-        raise adapter_refusal(folder, "its file of weights has no tensors")
+        raise adapter_refusal(folder, f"its file of weights has no tensors: {HINT}")
     for module, pair in found.items():
         if len(pair) < 2:
             raise adapter_refusal(folder, f"{module} has lora_{next(iter(pair))} alone; expected lora_A and lora_B")

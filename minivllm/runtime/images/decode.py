@@ -94,7 +94,7 @@ def _checked_array(array: np.ndarray) -> np.ndarray:
     channels = array.shape[2:] in ((), (3,), (4,))
     if array.ndim not in (2, 3) or not channels or array.dtype != np.uint8:
         found = f"{array.dtype} {list(array.shape)}"
-        raise refuse(f"an array {found}; expected uint8 [height, width] or [height, width, 3]")
+        raise refuse(f"an array {found}; expected uint8 [height, width], or [height, width, 3 or 4]")
     _check_size(array.shape[1], array.shape[0])
     return np.ascontiguousarray(array)
 

@@ -106,7 +106,7 @@ def _message(message: Any, at: str) -> Message:
     if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise _fail(f"{at}.role", f"={shown(role)}: expected a word such as system, user or assistant")
     checked = _not_null(message)
-    for key in ("name", "tool_call_id", "refusal"):
+    for key in ("name", "tool_call_id", "refusal", *REASONING):
         if not isinstance(checked.get(key, ""), str):
             raise _fail(f"{at}.{key}", f"={shown(checked[key])}: expected a string")
     media = [key for key in checked if isinstance(key, str) and key not in KNOWN and MEDIA.fullmatch(key)]

@@ -27,6 +27,8 @@ from .fields import MOST
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 OTHER_EFFORTS = {"max": "xhigh"}  # words of Anthropic's and Ollama's APIs -> efforts
 EFFORT, SWITCHES = "reasoning_effort", ("enable_thinking", "thinking")  # variables of templates
+# types of values besides true and false: the name of an effort, and an object without a type
+ALSO = {"think": str, "thinking": dict}
 KEYS = {"reasoning": ("effort", "enabled", "exclude", "max_tokens"), "thinking": ("type", "budget_tokens")}
 BUDGETS = {"reasoning": "max_tokens", "thinking": "budget_tokens"}
 TYPES = {"enabled": True, "adaptive": True, "disabled": False}  # values of thinking.type
@@ -149,7 +151,7 @@ def _switches(body: Any) -> Iterator[tuple[str, bool]]:
     for name, value in found.items():
         if isinstance(value, bool):
             yield name, value
-        elif value is not None and not isinstance(value, (dict, str)):
+        elif value is not None and not isinstance(value, ALSO.get(name, bool)):
             raise ApiError(400, f"{name}={shown(value)}: expected true or false", name)
 
 

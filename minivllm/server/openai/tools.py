@@ -231,7 +231,7 @@ def _check_tool(at: str, tool: Any) -> None:
     function: Any = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     named = isinstance(name, str) and NAME.fullmatch(name)
-    if not named or not isinstance(function.get("parameters") or {}, dict):
+    if not named or not isinstance(function.get("parameters"), (dict, type(None))):
         expected = '{"type": "function", "function": {"name": ..., "parameters": <JSON schema>}}'
         raise ApiError(400, f"{at}: expected {expected}", "tools")
     if not isinstance(function.get("strict"), (bool, type(None))):
