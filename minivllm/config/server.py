@@ -26,7 +26,9 @@ class ServerConfig(Strict):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free port, which the log reports")
     uds: str | None = Field(None, min_length=1, description="path of a Unix socket to listen on, instead of a port")
     ssl_certfile: str | None = Field(None, description="PEM file with the certificate (chain) for https")
-    ssl_keyfile: str | None = Field(None, description="PEM file with its key, if that is another file")
+    ssl_keyfile: str | None = Field(
+        None, description="PEM file with the key of the certificate, if that is another file"
+    )
     ssl_ca_certs: str | None = Field(
         None, description="PEM file with the authorities that sign certificates of clients"
     )
@@ -95,12 +97,14 @@ class ServerConfig(Strict):
         1024, ge=1, description="largest number of branches of a request: prompts times max(n, best_of, beam_width)"
     )
     max_request_cost: int | None = Field(
-        None, ge=0, description="largest cost of a request in tokens (see Shares); above: status 400; 0: no limit"
+        None, ge=0, description="largest cost of a request in tokens (see Fair shares); above: status 400; 0: no limit"
     )
     template_seconds: float = Field(
         2, gt=0, description="CPU time for the chat template of a request; above: status 400"
     )
-    template_mb: int = Field(256, ge=16, description="memory in MB for it; above: status 400")
+    template_mb: int = Field(
+        256, ge=16, description="memory in MB for the chat template of a request; above: status 400"
+    )
     max_stop: int = Field(
         16, ge=0, le=16, description="largest number of stop strings of a request, of at most 256 characters each"
     )
