@@ -128,7 +128,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "encoder",
                 _SEAMS + "encoder:ImageEncoder",
-                api=(1, 2),
+                api=(1, 3),
                 facts=("device", "dtype", "model_type"),
                 features={
                     "graph_safe": "`encode` can be captured in a CUDA graph and replayed on values of an equal shape: "

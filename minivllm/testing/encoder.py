@@ -92,7 +92,7 @@ class EncoderConformance(Lasting, SpecConformance):
     def context(self) -> tuple[Any, ...]:
         """Return the arguments of the plug-in's constructor after its options."""
         found = self.files()
-        return (EncoderContext(str(found.folder), found.raw),)
+        return (EncoderContext(str(found.folder), found.raw, self.repeatable),)
 
     def made(self) -> ImageEncoder:
         """Create an instance without weights, which can only prepare images."""

@@ -93,6 +93,29 @@ def test_the_own_tower_gives_the_features_of_transformers_for_one_and_several_im
             assert (a - b).abs().max() < 2e-6 * b.abs().max() + 1e-6 and torch.allclose(two[: len(a)], a, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+def test_the_own_tower_on_a_gpu_gives_the_features_of_transformers_at_each_call(dtype, bound):
+    folder = image_checkpoint("qwen3_vl")
+    reference = Qwen3VL(None, EncoderContext(str(folder), open_checkpoint(folder).raw))
+    reference.load("cpu", "float32")
+    grid = (1, 16, 24)
+    patches = torch.randn(int(np.prod(grid)), 3 * 2 * 16**2, generator=torch.Generator().manual_seed(1))
+    for repeatable in (False, True):
+        made = Qwen3VL(None, EncoderContext(str(folder), open_checkpoint(folder).raw, repeatable))
+        made.load("cuda", dtype)
+        given = patches.to("cuda", getattr(torch, dtype))
+        with torch.inference_mode():
+            right = reference.tower(given.float().cpu(), grid)
+            calls = [[level.float().cpu() for level in made.tower(given, grid)] for _ in range(3)]
+        for call in calls:
+            for own, want in zip(call, right, strict=True):
+                assert (own - want).abs().max() < bound * want.abs().max()
+        assert all(map(torch.equal, calls[1], calls[2]))
+        if repeatable:
+            assert all(map(torch.equal, calls[0], calls[1]))
+
+
 def _levels(found):
     """Return the features of each level.  Transformers 5.17 gives one tensor for all images, 5.24 one for each."""
     levels = getattr(found, "deepstack_features", None) or []

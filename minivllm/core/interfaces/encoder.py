@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-API = (1, 2)  # added in 1.1: ImageEncoder.load_dummy; in 1.2: u8 values, prepare_pixels
+# added in 1.1: ImageEncoder.load_dummy; in 1.2: u8 values, prepare_pixels; in 1.3: EncoderContext.repeatable
+API = (1, 3)
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class EncoderContext:
 
     folder: str  # directory of the checkpoint
     config: Mapping[str, Any]  # contents of its config.json, with the changes of hf_overrides
+    # whether equal images must have features with equal bits, whatever was encoded before (batch_invariant)
+    repeatable: bool = False
 
 
 @dataclass(frozen=True)

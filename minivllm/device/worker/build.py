@@ -200,7 +200,7 @@ def _load_others(worker: Worker, wiring: Wiring, cfg: Any, fmt: KVFormat) -> Non
 def _load_images(worker: Worker, wiring: Wiring) -> None:
     """Load the image encoder, or note why images are not read."""
     checkpoint = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides)
-    ctx = EncoderContext(str(checkpoint.folder), checkpoint.raw)
+    ctx = EncoderContext(str(checkpoint.folder), checkpoint.raw, wiring.batch_invariant)
     try:
         with torch.inference_mode():
             encoder = LoadedEncoder(wiring.parts["encoder"], ctx, wiring, worker.hidden_size)

@@ -159,7 +159,7 @@ class Qwen3VL(QwenVL):
         from minivllm.device.layers.patch_tower import PatchTower
 
         size = super()._serve(model, device)
-        self.tower = PatchTower(self.model.visual, self._deepstack)
+        self.tower = PatchTower(self.model.visual, self._deepstack, self.ctx.repeatable)
         return size
 
     def features(self, values: Tensor, shape: tuple[int, int, int]) -> list[Tensor]:
