@@ -33,7 +33,8 @@ class Explanation:
         return tuple(s for s in self.selections if kind in (None, s.kind))
 
     def text(self, seam: str | None = None, all: bool = False) -> str:
-        """Return the output of ``minivllm explain``.  ``all`` adds the plug-ins that were not considered."""
+        """Return the output of ``minivllm explain``.  ``seam`` restricts it to one kind of plug-in.  ``all`` adds the
+        plug-ins that were not considered."""
         names = [name for name, _ in self.notes]
         width = max(map(len, names), default=0)
         lines = [f"{name:{width}}  {sentence}" for name, sentence in self._notes(seam)]

@@ -42,7 +42,8 @@ class ConfigFile:
     lines: Mapping[Place, int] = field(default_factory=dict)
 
     def where(self, path: tuple[Any, ...]) -> str:
-        """Return ``exp.toml:7``, the line of the value at a path, or of the nearest table around it."""
+        """Return ``exp.toml:7``, the line of the value at a path, or of the nearest table around it; only the file's
+        name if neither has a line."""
         for end in range(len(path), 0, -1):
             line = self.lines.get(path[:end])
             if line is not None:

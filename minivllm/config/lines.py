@@ -88,7 +88,8 @@ class _Scanner:
         self._value((*prefix, *key))
 
     def _value(self, path: Place) -> None:
-        """Scan the value at a path."""
+        """Scan a value of the TOML text, and note the lines of its parts.  ``path`` is the path of the value in the
+        file."""
         if self._take("{"):
             self._skip()
             while not self._take("}"):

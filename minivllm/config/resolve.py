@@ -102,7 +102,9 @@ def choose_hooks(config: EngineConfig, catalog: Catalog) -> tuple[Part, ...]:
 def choose_seams(
     config: EngineConfig, catalog: Catalog, seams: Sequence[str], origins: Mapping[str, str] | None = None
 ) -> dict[str, Part]:
-    """Return the plug-ins of some seams (kinds), without a model or a device.  The seams must not depend on facts."""
+    """Return the chosen plug-in of each of ``seams`` (kinds of plug-ins), without a model or a device.
+
+    The choice of these seams must not depend on facts of the model or the device."""
     fold = _fold(config, catalog, origins)
     for seam in seams:
         fold._pick(seam, getattr(config, seam))

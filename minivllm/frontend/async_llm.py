@@ -228,12 +228,12 @@ class AsyncLLM(FrontDoor):
         return await self._ask(self.engine.stats)
 
     async def bill_of_materials(self) -> dict[str, Any]:
-        """Return the content of a record, as ``LLM.bill_of_materials`` does, with the results between two steps."""
+        """Return the bill of materials, as ``LLM.bill_of_materials`` does.  Its results are read between two steps."""
         await asyncio.to_thread(self._recorder.prepare)  # reads files and runs git, which would delay steps
         return await self._ask(self._recorder.bill_of_materials)
 
     async def record(self, path: str | os.PathLike[str]) -> None:
-        """Write the bill of materials, as ``LLM.record`` does."""
+        """Write the bill of materials with the results so far to a file, as ``LLM.record`` does."""
         await asyncio.to_thread(self._recorder.write, path, await self.bill_of_materials())
 
     async def pause(self, keep_requests: bool = True) -> None:

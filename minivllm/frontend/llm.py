@@ -363,16 +363,15 @@ class LLM(FrontDoor):
         return self.engine.stats()
 
     def bill_of_materials(self) -> dict[str, Any]:
-        """Return the content of a record as JSON values.
+        """Return the bill of materials of this run, which is the content of a record, as JSON values.
 
         It contains each plug-in with its distribution, version, source, options and reasons; the machine, library
         versions and the state of git; a fingerprint of everything that determines the tokens; and the results so far.
-        The first call takes about 100 ms.
-        """
+        The first call takes about 100 ms."""
         return self._recorder.bill_of_materials()
 
     def record(self, path: str | os.PathLike[str]) -> None:
-        """Write the bill of materials with the results so far.  ``minivllm diff`` compares two such files."""
+        """Write the bill of materials with the results so far to a file.  ``minivllm diff`` compares two such files."""
         self._recorder.write(path)
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:

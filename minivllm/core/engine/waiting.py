@@ -94,7 +94,8 @@ class WaitingQueue:
         self.n += 1
 
     def remove(self, seq: Seq, served: bool = False) -> None:
-        """Remove a sequence from the queue.  ``served`` moves its lane behind the other lanes."""
+        """Remove a sequence from the queue.  ``served`` moves its lane (part of the queue, such as one for each owner)
+        behind the other lanes."""
         seq.queued = False
         self.n -= 1
         lane = self.lanes[seq.lane]

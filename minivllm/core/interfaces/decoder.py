@@ -101,7 +101,7 @@ class Router:
     # A bias per expert (``e_score_correction_bias``) is added to the score when experts are chosen.  The
     # weights do not include it.
     choice_bias: bool = False
-    rounded: bool = True  # True rounds the final weights to the dtype of the logits
+    rounded: bool = True  # True rounds the final weights of the experts to the dtype of the logits
 
 
 @dataclass(frozen=True)

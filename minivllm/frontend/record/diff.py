@@ -124,7 +124,8 @@ def compare(a: JsonObject, b: JsonObject, results: bool = True) -> Comparison:
 
 
 def _differences(pairs: Mapping[str, tuple[DiffNode | None, DiffNode | None]]) -> list[Difference]:
-    """Return the differences of pairs of nodes, without nodes whose owner differs."""
+    """Return the differences of pairs of nodes (comparable values of two bills of materials).  A node is left out if
+    the node that owns it differs as well."""
     differing = {name for name, (x, y) in pairs.items() if _differ(x, y)}
     found = []
     for name, (x, y) in pairs.items():

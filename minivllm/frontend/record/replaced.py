@@ -40,7 +40,8 @@ def engine_modules() -> list[str]:
 
 
 def of_torch() -> dict[str, str]:
-    """Return the replaced functions of torch, whose code is in a file outside of torch."""
+    """Return the functions of torch that other code has replaced by functions of files outside of torch: name -> name
+    and digest of the replacement."""
     torch = sys.modules.get("torch")
     folder = str(getattr(torch, "__path__", [""])[0])
     if not folder:

@@ -114,7 +114,7 @@ class ImageReader:
         return self.keep(PreparedImage(values, shape, tokens, digest))
 
     def keep(self, image: PreparedImage) -> PreparedImage:
-        """Return the prepared image with this digest that a request has already, or else the given one."""
+        """Return the prepared image with the same digest that a request has already, or else the given one."""
         with self._lock:  # requests with the same image share its values
             return self._prepared.setdefault(image.digest, image)
 

@@ -17,7 +17,8 @@ class Element(Protocol):
     """A piece of syntax that can be matched at a position of a text."""
 
     def read(self, text: str, at: int) -> int:
-        """Return the end of the element at a position, ``NO``, or ``PARTIAL`` if more text may complete it."""
+        """Return the index after the element if it is in the text at the index ``at``, ``NO`` if not, or ``PARTIAL`` if
+        more text may complete it."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Literal:
     texts: tuple[str, ...]
 
     def read(self, text: str, at: int) -> int:
-        """Return the end of the text at a position, ``NO``, or ``PARTIAL`` if more text may complete it."""
+        """Return the index after the first of the texts that is at the index ``at``, ``NO`` if none is, or ``PARTIAL``
+        if more text may complete one."""
         found = NO
         for literal in self.texts:
             if text.startswith(literal, at):
@@ -43,7 +45,7 @@ class Whitespace:
     """An element that matches whitespace, which may be missing."""
 
     def read(self, text: str, at: int) -> int:
-        """Return the end of the whitespace at a position."""
+        """Return the index after the whitespace that begins at the index ``at``; it is ``at`` without whitespace."""
         match = SPACES.match(text, at)
         return match.end() if match else at
 

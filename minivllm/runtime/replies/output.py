@@ -47,7 +47,8 @@ class Output:
         self.parts.append(Said(text))
 
     def think(self, text: str) -> None:
-        """Add text of the reasoning."""
+        """Add text of the reasoning.  Whitespace at its beginning is dropped, and whitespace at its end is held back
+        until more text follows."""
         if not text:
             return
         if text.isspace():

@@ -325,7 +325,7 @@ class EngineClient:
         return await self._ask("save_prefix", name=name, ids=ids, tenant=tenant, cache_salt=cache_salt)
 
     async def drop_prefix(self, name: str) -> None:
-        """Forget the name of a prefix."""
+        """Remove the name of a saved prefix, so that its blocks may be evicted."""
         await self._ask("drop_prefix", name=name)
 
     async def profile(self, start: bool) -> str:

@@ -27,7 +27,7 @@ class ServedImages:
         self.workers = ConfinedImages(self.reader)
 
     def start(self) -> None:
-        """Start the processes if the engine reads images."""
+        """Start the processes that prepare images, if the engine reads images."""
         if not self.reader.why_not:
             self.workers.start()
 

@@ -117,7 +117,8 @@ class ReplicatedWeights:
             raise
 
     def _next(self, do: str) -> int:
-        """Return the version of weights that a change replaces.  The files of the model keep version 0."""
+        """Return the version of the weights after a change ``do``.  Weights that are read from the files of the model
+        again keep version 0."""
         return 0 if do == WAKE and not self.version else self.version + 1
 
     async def _accept_repeated(

@@ -60,7 +60,8 @@ def history_of(service: Service, state: dict[str, Any]) -> History:
 
 
 async def make_work(service: Service, body: Any, state: dict[str, Any], history: History) -> ResponseWork:
-    """Return the request of a body.  ApiError if it cannot be served."""
+    """Return the work of a parsed body: its checked request, with the conversation that it continues.  ApiError if it
+    cannot be served."""
     ident = state["request_id"]
     parsed = bodies.begin(ident, body, listed(body.input, ident))
     if body.previous_response_id is not None:
