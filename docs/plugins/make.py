@@ -132,10 +132,10 @@ def contract(kind: Kind) -> Iterator[str]:
     members = [member for name, prefix in prefixes.items() for member in members_of(classes[name], source, prefix)]
     required = [line for wanted, line in members if wanted]
     if required:
-        yield from ("", "Required:", "", *required)
+        yield from ("", "A plug-in must define:", "", *required)
     optional = [name_of(line) for wanted, line in members if not wanted]
     if optional:
-        yield from ("", *wrapped(f"Optional: {', '.join(optional)}."))
+        yield from ("", *wrapped(f"A plug-in may define: {', '.join(optional)}."))
     hidden = {*implemented, *ELSEWHERE.get(kind.name, ())}
     others = {file: [name for name in classes if name not in hidden and not name.startswith("_")]}
     for path, names in MORE.get(kind.name, ()):
@@ -313,7 +313,7 @@ def overridden(seam: str) -> Iterator[str]:
     yield from about_suite(chain[0])
     if not found:
         return
-    yield from ("A test class may override, beside the names of all suites:", "", "```python")
+    yield from ("A test class may override these names:", "", "```python")
     yield from (found[name] for name in sorted(found))
     yield from ("```", "")
 

@@ -42,7 +42,7 @@ def test_a_page_has_every_method(make):
     from minivllm.core.interfaces.evictor import Evictor
 
     text = "\n".join(make.tables(KINDS["evictor"])["contract"])
-    required, optional = text.partition("Optional: ")[::2]
+    required, optional = text.partition("A plug-in may define: ")[::2]
     for name in (n for n in vars(Evictor) if not n.startswith("_")):
         assert text.count(f"`{name}(") == 1, name
         assert f"`{name}(" in (required if name in Evictor.__abstractmethods__ else optional), name
@@ -71,9 +71,7 @@ def test_a_rule_is_named_once(make):
 )
 def test_a_page_has_the_signatures_of_what_a_test_class_overrides(make, seam, names):
     page = make.page(KINDS[seam])
-    block = page.partition("A test class may override, beside the names of all suites:\n")[2].partition("<!-- end -->")[
-        0
-    ]
+    block = page.partition("A test class may override these names:\n")[2].partition("<!-- end -->")[0]
     assert all(name in block for name in names), block
     assert all(f"* `{name}" in make.overview() and f"{name}:" not in block for name in make.COMMON)
     compile(block.replace("```python", "from __future__ import annotations").replace("```", ""), seam, "exec")
