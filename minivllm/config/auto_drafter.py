@@ -62,7 +62,7 @@ def _excluded(plain: Resolved) -> str:
     if plain.device.kind != "cuda":
         return "on a CPU drafts of a head save little or no time; drafter=mtp uses it"
     if plain.wiring.images.max_images:
-        return "images are not implemented with a drafter; max_images=0 serves text only"
+        return "images are not implemented with a drafter that has a model; max_images=0 serves text only"
     name = plain.parts["executor"].name
     if name not in EXECUTORS:
         return f"executor={name} may compute no drafts; drafter=mtp uses it"

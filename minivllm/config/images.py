@@ -92,7 +92,7 @@ def _why_not(
         return 'Pillow is missing: pip install "minivllm[images]"'
     beside = {
         "tensor_parallel_size": wiring.parallel.tensor_parallel_size > 1,
-        "drafter": wiring.speculation.num_speculative_tokens > 0,
+        f"drafter={config.drafter.name}, which has a model of its own": wiring.speculation.draft_model is not None,
         "compressor": wiring.compressor is not None,
         "processors with a second model": bool(wiring.own_models),
         "load_format": config.load_format not in ("auto", "safetensors", "dummy"),

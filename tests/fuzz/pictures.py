@@ -75,7 +75,7 @@ class Pictures(ImageEncoder):
 
 def with_pictures(rng: random.Random, options: dict[str, Any], device: str) -> dict[str, Any]:
     """Draw an encoder for some of the engines that may have one."""
-    excluded = options["drafter"] not in NO_DRAFTS or options["compressor"] != "none"
+    excluded = options["drafter"] not in {*NO_DRAFTS, "ngram", "suffix"} or options["compressor"] != "none"
     drawn, model = rng.random() < 0.85, options["model"]
     if excluded or not drawn or model == "pocket":
         return options

@@ -15,6 +15,7 @@ EXPECTED = {  # situations that a run of some hundred configurations must contai
             "resets", "delays", "side by side", "steps ahead", "early stops", "values read", "steered",
             "adapters", "adapters replaced", "adapters: lora", "adapters: ia3", "adapters: steering",
             "compressions", "images", "images again", "images beside tiers", "images with adapters",
+            "images with drafts",
             "weights: other weights", "weights: mixed weights",
             "weights: pause", "weights: update", "weights: keep", "weights: refused", "weights: sleep"),
     "cuda": ("captured decode steps", "captured mixed steps", "captured draws", "captured steps with taps"),
@@ -66,6 +67,7 @@ def _request(params: dict[str, Any], answer: Answer) -> Counter[str]:
     met["values read"] = sum(len(v) for o in answer.outputs for v in (o.taps or {}).values())
     met["steered"] = int(params.get("taps", {}).get("add", False))
     met["images"] = len(params.get("images", ()))
+    met["images with drafts"] = answer.drafted if "images" in params else 0
     met["adapters"] = int("adapter" in params)
     met["images with adapters"] = int("adapter" in params and "images" in params)
     if "adapter" in params:

@@ -10,6 +10,7 @@ from image_models import SIZES, Reference, make, picture, prompt_of
 
 from minivllm import LLM, SamplingParams
 from minivllm.device.worker import graphs
+from minivllm.device.worker.drafted_steps import DraftedKey
 from minivllm.device.worker.graph_keys import AdaptedKey, ImagedKey
 from minivllm.device.worker.image_steps import FixedFeatures, ImageSteps
 from minivllm.plugins.adapter import lora_memory
@@ -21,6 +22,9 @@ OPTIONS = {
     "max_num_seqs": 5, "num_kvcache_blocks": 60, "kvcache_block_size": 16, "max_num_batched_tokens": 64,
     "max_model_len": 256, "graph_captures": "start", "allow_targets": ["cpu_captures"],
 }  # fmt: skip
+
+DRAFTS = {"drafter": "ngram", "num_speculative_tokens": 2, "speculate": "always", "captured_drafts": True}
+LARGE = ((90, 90), (120, 60))  # with fewer positions than tokens
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +40,14 @@ def models(tmp_path_factory):
     return of
 
 
-def answers(model, family, monkeypatch, counts=(1, 0, 2), **options):
-    """Generate for prompts with some images twice, check each answer, and return the captures and the forms."""
+def answers(model, family, monkeypatch, counts=(1, 0, 2), sizes=LARGE, **options):
+    """Generate for prompts with some images twice, check each answer, and return the captures and the forms.  The
+    captures of steps with drafts are last."""
     path, hf = model
     monkeypatch.setattr(graphs, "SIGHTS", 0.01)  # each shape is captured at once
     cases = []
     for seed, count in enumerate(counts):
-        pictures = [picture(10 * seed + i, *SIZES[i]) for i in range(count)]
+        pictures = [picture(10 * seed + i, *sizes[i]) for i in range(count)]
         ids = prompt_of(family, count, seed, 9)
         asked = {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
         cases.append((asked, Reference(hf, path, ids, pictures)))
@@ -56,13 +61,47 @@ def answers(model, family, monkeypatch, counts=(1, 0, 2), **options):
         llm.check()
         made = llm.engine.executor.runner.graphs
         assert made.notes == []
-        return list(made.forwards), llm.stats()["forms"]
+        drafted = llm.engine.executor.runner.drafted
+        return [*made.forwards, *(drafted.forwards if drafted else ())], llm.stats()["forms"]
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl"])
 def test_prompts_with_images_run_in_captured_steps_and_equal_transformers(models, family, monkeypatch):
     keys, forms = answers(models(family), family, monkeypatch)
     assert any(isinstance(key, ImagedKey) for key in keys) and "separate" not in forms
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_drafts_behind_images_are_replayed_at_their_positions(models, monkeypatch, run_ahead):
+    options = {**DRAFTS, "run_ahead": run_ahead}
+    keys, _ = answers(models("qwen2_5_vl"), "qwen2_5_vl", monkeypatch, **options)
+    assert {type(key) for key in keys} >= {DraftedKey, ImagedKey}
+
+
+def test_an_image_at_the_end_of_a_prompt_is_not_replayed_as_a_step_with_drafts(models, monkeypatch):
+    """The last token of the image is computed in a step whose other rows have drafts."""
+    path, hf = models("llava")
+    image, asked, references = picture(5, *LARGE[0]), [], []
+    for ids in ([7, 9, 7, 9, 7, 9], [4, 5, 319]):
+        pictures = [image] * ids.count(319)
+        asked.append({"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}})
+        references.append(Reference(hf, path, ids, pictures))
+    with cpu_captures(), LLM(str(path), **{**OPTIONS, **DRAFTS, "enable_prefix_caching": False}) as llm:
+        assert len(references[1].ids) == 18
+        runner, reached = llm.engine.executor.runner, []
+        real = runner.drafted.key
+        runner.drafted.key = lambda plan: reached.append(runner.images.reached(plan)) or real(plan)
+        # 17 of 18 tokens in a step, so the last token of the image is alone in the next one
+        monkeypatch.setattr(type(llm.engine.planner), "room", one_before_the_end(type(llm.engine.planner).room))
+        for output, reference in zip(llm.generate(asked, PARAMS, use_tqdm=False), references, strict=True):
+            (out,) = output.outputs
+            reference.check(out.token_ids, [next(iter(one.values())).logprob for one in out.logprobs])
+    assert any(reached)
+
+
+def one_before_the_end(room):
+    """Return ``Planner.room`` with chunks of 17 tokens at most."""
+    return lambda planner, slot, chunk, promised=0: room(planner, slot, min(chunk, 17), promised)
 
 
 def test_steps_with_images_and_adapters_run_apart_and_equal_those_without_captures(models, tmp_path, monkeypatch):

@@ -156,6 +156,8 @@ class DraftedSteps:
             return None
         if (plan.q_len != 1).any() or self.runner.adapts(plan)[0]:
             return None
+        if self.runner.images is not None and self.runner.images.reached(plan):
+            return None  # the last token of a prompt may be one of an image
         size = self.sizes[int(np.searchsorted(self.sizes, rows))]
         span = SHORT if int(plan.computed.max()) < SHORT else self.runner.wiring.max_model_len
         key = DraftedKey("decode", size, size, span)

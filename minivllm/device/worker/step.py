@@ -111,15 +111,19 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
         place = blocks.long() * block + at % block
         stored = state.stored(slots, kv_len).int()
     nobody = state.stopped[slot_of]
+    rotary = state.rope_position(slot_of, position)
     if padded:
         padding = torch.arange(t, device=table.device) >= cu_q[-1]
         nobody = nobody | padding
+        if state.rope_first is not None:
+            # padding has the first row, whose images may give it a row before the rotary tables
+            rotary = rotary.masked_fill(padding, 0)
     meta = AttnMeta(
         slots=slots,
         cu_q=cu_q.int(),
         q_len=q_len.int(),
         kv_len=stored,
-        position=state.rope_position(slot_of, position),
+        position=rotary,
         row=row,
         table=state.table,
         slot_map=place.masked_fill(nobody, 0),

@@ -278,7 +278,6 @@ def test_a_failing_encoder_ends_the_requests_of_its_image_alone(folder):
     ("options", "reason"),
     [
         ({"max_images": 0}, "max_images=0"),
-        ({"drafter": "ngram"}, "not implemented with drafter"),
         ({"compressor": "knorm"}, "not implemented with compressor"),
     ],
 )

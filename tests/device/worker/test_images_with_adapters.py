@@ -2,70 +2,20 @@
 
 import pytest
 import torch
+from adapted_images import TEXT, cases_of, serve, write_two
 from adapters import lora, write_adapter, write_ia3, write_steering
 from image_cases import Case, engine, model
-from image_models import Reference
 
 from minivllm import SamplingParams
 from minivllm.device.worker.images import FeatureTaps
-from minivllm.testing.tiny import quiet
 
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "qwen3_5", "mistral3")
-# linear layers of the text model; the towers have layers of the same names
-TEXT = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|out_proj|in_proj_qkv)"
 TOWERS = {"llava": "vision_tower", "qwen2_5_vl": "visual", "qwen3_vl": "visual", "gemma3": "vision_tower"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("images")
-
-
-class Adapted(Reference):
-    """Transformers' model with an adapter of PEFT."""
-
-    adapter = None
-
-    def logprobs(self, ids):
-        if self.adapter is None:
-            return super().logprobs(ids)
-        from peft import PeftModel
-
-        with quiet():
-            base, adapted = self.hf, PeftModel.from_pretrained(self.hf, self.adapter)
-            try:
-                self.hf = adapted
-                return super().logprobs(ids)
-            finally:
-                self.hf = base
-                adapted.unload()
-
-
-def cases_of(family, folder, adapters, images=(2, 0, 1, 2, 0, 1)):
-    """Return requests with some images, whose adapters take turns."""
-    found = []
-    for i, count in enumerate(images):
-        case = Case(family, folder, count, seed=i % 3)
-        path, hf = model(family, folder)
-        case.reference = Adapted(hf, path, case.ids, case.pictures)
-        case.reference.adapter = adapters[i % len(adapters)]
-        found.append(case)
-    return found
-
-
-def serve(llm, cases, params=None):
-    """Generate for all cases at once, and compare each answer with that of PEFT's model."""
-    params = params or SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, ignore_eos=True)
-    paths = [case.reference.adapter for case in cases]
-    used = [None if path is None else lora(path, 2 if path.name == "a2" else 1) for path in paths]
-    outputs = llm.generate([case.prompt for case in cases], params, use_tqdm=False, lora_request=used)
-    for case, output in zip(cases, outputs, strict=True):
-        case.check(output)
-
-
-def write_two(family, folder, tmp_path):
-    hf = model(family, folder)[1]
-    return [write_adapter(hf, tmp_path / f"a{seed}", seed, target_modules=TEXT) for seed in (1, 2)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
