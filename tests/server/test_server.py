@@ -205,7 +205,7 @@ def test_defaults_are_openais_and_say_so(server):
     short = server.post("/v1/completions", {"prompt": "Once upon a time", "temperature": 0}).json()
     assert short["usage"]["completion_tokens"] == 16
     assert short["warnings"] == [
-        {"field": "max_tokens", "message": "it was not given: the answer ends after 16 tokens"}
+        {"field": "max_tokens", "message": "the request does not set it: the answer ends after 16 tokens"}
     ]
     chat = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "temperature": 0}
     story = server.post("/v1/chat/completions", chat).json()
