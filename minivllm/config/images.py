@@ -79,7 +79,8 @@ def _refuse_options(config: EngineConfig, origins: Mapping[str, str], reason: st
 def _why_not(
     config: EngineConfig, checkpoint: Checkpoint, wiring: Wiring, parts: Mapping[str, Part], selection: Selection
 ) -> str:
-    """Return the reason why an engine reads no images, or ""."""
+    """Return the reason why an engine reads no images, such as a missing encoder or ``max_images=0``, or "" if it reads
+    them."""
     if selection.chosen is None:
         if not isinstance(checkpoint.raw.get("vision_config"), dict):
             return NO_ENCODER

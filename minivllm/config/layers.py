@@ -187,7 +187,8 @@ class Layers:
                 listed.append(name)
 
     def _check_key(self, path: Path, value: Any, source: str, trusted: bool) -> None:
-        """Refuse an unknown or misplaced name.  The message names its source."""
+        """Raise ConfigError for an unknown or misplaced name, and for a value where a table is expected.  The message
+        names its source."""
         shape, top, at = self.shape, path[0], begins(source)
         if top == "extends":
             raise ConfigError(f"{at}extends is for files only; here, pass both files with --config")

@@ -176,7 +176,8 @@ def _inside(table: str, fault: FieldFault) -> FieldFault:
 
 
 def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, Any]:
-    """Return the sampling parameters of the table ``[sampling]`` after checking them."""
+    """Return the sampling parameters of the table ``[sampling]`` after checking them, with numbers as the keys of
+    ``logit_bias``.  ConfigError names the source of a wrong value."""
     from minivllm.core.interfaces.params import SamplingParams
 
     values = dict(values)

@@ -611,7 +611,8 @@ class _Fold:
         return chosen
 
     def _keep(self, selection: Selection, choice: PluginChoice, at: str = "") -> Part:
-        """Store a selection and return its chosen plug-in with checked options."""
+        """Store a selection and return its chosen plug-in with checked options.  Parameters that its spec declares
+        become parameters of requests."""
         kind = selection.kind
         chosen = selection.require()
         if chosen.spec is not None and chosen.spec.params:

@@ -126,7 +126,7 @@ def _names(registry: Registry, entry: Entry) -> list[str]:
 
 
 def _plugin_table(names: list[str], summary: str, options: Schema | None) -> Schema:
-    """Return the schema of the table of a plug-in."""
+    """Return the schema of the table of a plug-in: its ``name``, one of ``names``, and its ``options``."""
     required = ["name"]
     if options and options.get("required"):
         required.append("options")
@@ -199,7 +199,7 @@ def _hoist(schema: Any, prefix: str, definitions: Schema) -> Schema:
 
 
 def _renamed(node: Any, prefix: str) -> Any:
-    """Return a schema node with renamed references and without titles."""
+    """Return a schema node without titles, in which references lead to the definitions with the prefix ``prefix``."""
     if isinstance(node, list):
         return [_renamed(inner, prefix) for inner in node]
     if not isinstance(node, Mapping):
@@ -243,7 +243,8 @@ def _sampling(catalog: Catalog) -> Schema:
 
 
 def _declared(declaration: declared_params.Declaration) -> Schema:
-    """Return the schema of a request parameter that plug-ins declare."""
+    """Return the schema of a request parameter that plug-ins declare, with its bounds, choices, default and
+    description."""
     param = declaration.param
     schema: Schema = {"type": JSON_TYPES[param.kind]}
     for name, keyword in BOUNDS.items():

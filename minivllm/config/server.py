@@ -168,7 +168,7 @@ class ServerConfig(Strict):
         return names
 
     def __init__(self, **values: Any) -> None:
-        """Set the options and check that they are consistent.  ConfigError if not."""
+        """Set the options and check that none contradicts another.  ConfigError if one does."""
         super().__init__(**values)
         address = [name for name in ("host", "port") if name in self.model_fields_set]
         if self.uds is not None and address:

@@ -31,7 +31,8 @@ class ShownValue:
 
 
 def leaves(loaded: Loaded) -> list[ShownValue]:
-    """Return every option of a configuration, defaults included, in the order of declaration."""
+    """Return every option of a configuration, defaults included, in the order of declaration.  The tables ``server``
+    and ``requires`` are included only if the user has set them."""
     values = loaded.engine.model_dump()
     tables = {"sampling": dict(loaded.sampling), "run": loaded.run.model_dump()}
     if any(origin.startswith("server.") for origin in loaded.origins):

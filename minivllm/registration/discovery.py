@@ -189,7 +189,8 @@ def _head(dist: Any) -> tuple[str, str]:
 
 
 def _one_by_one() -> tuple[list[Entry], list[BrokenEntry]]:
-    """Return (entry points, unreadable packages), reading the metadata of each package separately."""
+    """Return (entry points, unreadable packages), reading the metadata of each package separately.  Of packages with
+    the same name, only the first on the import path is read."""
     found: list[Entry] = []
     faults: list[BrokenEntry] = []
     seen = set()

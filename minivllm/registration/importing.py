@@ -53,7 +53,8 @@ def guarded_import(label: str, target: str, source: str) -> Any:
 
 
 def _hint(exc: BaseException, target: str, source: str) -> str:
-    """Return a hint for a failed import, or ""."""
+    """Return a hint for a failed import: that the plug-in was written for another minivllm, or that its folder is not
+    on the import path; else ""."""
     if not isinstance(exc, ImportError) or not exc.name:
         return ""
     if exc.name.partition(".")[0] == "minivllm":

@@ -348,7 +348,7 @@ def allows(limit: Any, value: Any) -> bool:
 
 
 def describe(limit: Any) -> str:
-    """Return a limit in words."""
+    """Return a limit in words; evenly spaced numbers as "16 to 256 in steps of 16"."""
     if not isinstance(limit, Set):
         return str(limit)
     numbers = all(_number(v) for v in limit)

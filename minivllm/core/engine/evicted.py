@@ -58,7 +58,7 @@ class EvictedKeys:
         self.number: dict[int, int] = {}
 
     def add(self, keys: list[int]) -> None:
-        """Add keys that were evicted."""
+        """Add keys that were evicted.  Beyond ``most`` keys the oldest are removed."""
         for key in keys:
             self.number[key] = self.first + len(self.order)
             self.order.append(key)

@@ -154,7 +154,8 @@ class Images:
             self._hold(seq, list(dict.fromkeys(seq.request.contents)))
 
     def _hold(self, seq: Seq, contents: list[Content]) -> None:
-        """Record that a sequence in a slot needs the features of these contents."""
+        """Record that a sequence in a slot needs the features of these contents.  Contents without other users count as
+        used memory."""
         for one in contents:
             if not one.rows and not one.encoded:
                 self.used += one.size
@@ -352,7 +353,8 @@ def join_rows(seqs: list[Seq]) -> np.ndarray:
 def check_images(
     request: Request, images: Images | None, wiring: ImageWiring, capacity: Capacity
 ) -> None:
-    """Raise RequestError if the engine cannot serve the images of a request."""
+    """Raise RequestError if the engine reads no images, if there are too many, or if parameters of the request exclude
+    images."""
     if not request.images:
         return
     if images is None:

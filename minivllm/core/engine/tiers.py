@@ -627,7 +627,8 @@ class Tiers:
     # ---- trust -------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Remove all pages from all tiers."""
+        """Remove all pages from all tiers.  Copies that run have no effect any more, and sequences that wait for pages
+        go on without them."""
         for tier in self.tiers:
             tier.reset()
         for order in self.storing.values():

@@ -171,7 +171,8 @@ class Weights:
         return self.version
 
     def _take_back(self, error: str) -> None:
-        """Restore the old weights after a failed update, and raise RequestError."""
+        """Restore the old weights after a failed update, and raise RequestError with ``error``.  If they cannot be
+        restored, end the engine and raise EngineDeadError."""
         broken = self._call("restore")
         if broken:
             what = f"an update of the weights failed ({error}), and the old weights could not be restored: {broken[0]}"

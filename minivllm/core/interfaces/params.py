@@ -226,7 +226,7 @@ class SamplingParams:
         self.routes = RouteParams.of(self.routes)
 
     def _check_branches(self) -> None:
-        """Check the parameters that decide how many branches the request has."""
+        """Check the parameters that decide how many branches the request has.  RequestError names the wrong one."""
         for name in ("best_of", "beam_width"):
             value = getattr(self, name)
             ok = value is None or (is_whole(value) and self.n <= value <= MAX_N)
@@ -267,7 +267,7 @@ class SamplingParams:
         return {"best_of"} if (self.best_of or self.n) > self.n else set()
 
     def _check_stops(self) -> None:
-        """Check ``stop`` and ``stop_token_ids``, and convert both to tuples."""
+        """Check ``stop`` and ``stop_token_ids``, and convert both to tuples.  RequestError names the wrong one."""
         stop = self.stop
         ok = stop is None or isinstance(stop, (str, list, tuple))
         _check(ok, "stop", stop, "a string, or a list of strings")
@@ -303,7 +303,8 @@ class SamplingParams:
             _check(ok, "trace_headers", headers, "a mapping of texts, such as traceparent")
 
     def _check_functions(self) -> None:
-        """Check the fields that are Python functions."""
+        """Check the fields that are Python functions, and that no other field of the request contradicts them.
+        RequestError names the wrong field."""
         functions = self.logits_processors
         ok = functions is None or isinstance(functions, (list, tuple))
         ok = ok and all(map(callable, functions or ()))

@@ -89,7 +89,7 @@ class Session:
         return cls(**value)
 
     def __post_init__(self) -> None:
-        """Check the fields, and convert the spans to pairs."""
+        """Check the fields, and convert the spans to pairs.  RequestError names the wrong field."""
         for name in ("id", "turn", "parent"):
             text = getattr(self, name)
             ok = isinstance(text, str) and 1 <= len(text) <= LONGEST and text.isprintable()

@@ -89,7 +89,7 @@ class StructuredOutputsParams:
         return cls(**value)
 
     def __post_init__(self) -> None:
-        """Check the fields and compute ``source``."""
+        """Check the fields and compute ``source``.  RequestError names the wrong field."""
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             value = getattr(self, name)
             _check(isinstance(value, bool), name, value, "True or False")
@@ -126,7 +126,8 @@ class StructuredOutputsParams:
         return forms[0]
 
     def _check_whitespace(self, form: str) -> None:
-        """Check the fields that apply to JSON only."""
+        """Check the fields that apply to JSON only.  RequestError if one is set with another form, or if they
+        contradict each other."""
         pattern = self.whitespace_pattern
         ok = pattern is None or isinstance(pattern, str)
         _check(ok, "whitespace_pattern", pattern, "a regular expression")
