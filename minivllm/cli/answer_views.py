@@ -143,7 +143,7 @@ class MarkdownView:
             self._draw()
 
     def thought(self, piece: str) -> None:
-        """Show a piece of the reasoning."""
+        """Show a piece of the reasoning, after printing the text before it."""
         if not piece:
             return
         if self._tail.strip():

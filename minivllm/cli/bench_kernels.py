@@ -197,7 +197,7 @@ def lines(title: str, rows: Sequence[JsonObject], peaks: MachinePeaks) -> list[s
 
 
 def _line(row: JsonObject) -> str:
-    """Return the table's line of an operation."""
+    """Return the table's line of an operation, with its time, the bound of the hardware and the ratio to torch."""
     from minivllm.lab.bench.repeats import with_bounds
 
     name = f"{row['operation']:26} {row['batch_size']:>5}"

@@ -479,7 +479,8 @@ def config_title(loaded: Loaded, text: str) -> str:
 
 
 def latency(args: argparse.Namespace) -> int:
-    """Run ``bench latency`` and return its exit code."""
+    """Run ``bench latency``, which times batches of requests for each input length and batch size, and return its exit
+    code."""
     from minivllm.lab.bench import offline, repeats
     from minivllm.lab.bench.limits import of_engine
     from minivllm.lab.bench.workload import Generated
@@ -555,7 +556,7 @@ def _fit_latency(args: argparse.Namespace, limits: EngineLimits) -> None:
 
 
 def throughput(args: argparse.Namespace) -> int:
-    """Run ``bench throughput`` and return its exit code."""
+    """Run ``bench throughput``, which times many requests that are added at once, and return its exit code."""
     from minivllm.lab.bench import offline, repeats
     from minivllm.lab.bench.limits import of_engine
     from minivllm.runtime.hooks import figures
@@ -618,7 +619,7 @@ def memory(args: argparse.Namespace) -> int:
 
 
 def startup(args: argparse.Namespace) -> int:
-    """Run ``bench startup`` and return its exit code."""
+    """Run ``bench startup``, which times new processes that start an engine, and return its exit code."""
     from minivllm.lab.bench import repeats, state
     from minivllm.lab.bench import startup as starts
 

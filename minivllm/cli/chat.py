@@ -211,7 +211,8 @@ def server_of(args: argparse.Namespace) -> Server:
 
 
 def talk(args: argparse.Namespace, source: ChatSource) -> None:
-    """Read messages and show an answer to each until the input ends."""
+    """Read messages and show an answer to each until the input ends or, in a terminal, until an empty line.  A line
+    that begins with "/" may be a command."""
     terminal = sys.stdin is not None and sys.stdin.isatty()
     conversation = TerminalChat(args.system or "")
     read = make_reader(terminal, COMMANDS)

@@ -38,7 +38,8 @@ class InputLines:
         return read_stdin(sys.stdin.readline)
 
     def read(self) -> str | None:
-        """Return the next message, None at the end of the input."""
+        """Return the next message, None at the end of the input.  A line that ends with a backslash continues, and a
+        message between lines of quotes may have several lines."""
         line = self._line("> ")
         if not line:
             return None

@@ -220,7 +220,7 @@ class Server:
 
 
 def _events(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a stream of server-sent events."""
+    """Yield the JSON objects of a stream of server-sent events, until the event ``[DONE]``."""
     for line in lines:
         if not line.startswith(b"data:"):
             continue

@@ -41,7 +41,8 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
 
 
 def show(args: argparse.Namespace) -> int:
-    """Run ``minivllm config show`` and return its exit code."""
+    """Run ``minivllm config show``, which prints the configuration as TOML or JSON, with ``--origin`` also the source
+    of each value; return its exit code."""
     from minivllm.config.show import leaves, to_json, to_toml
 
     loaded = load(args, args.files)

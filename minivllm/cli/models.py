@@ -47,7 +47,8 @@ def add_commands(command: Any) -> None:
 
 
 def models(args: argparse.Namespace) -> int:
-    """Run ``minivllm models`` and return its exit code."""
+    """Run ``minivllm models``, which lists the models on this machine and whether they fit into the device's memory;
+    return its exit code."""
     found = list(local_models(args.folders, args.download_dir))[:MOST]
     memory, what = memory_of_device()
     rows = [{**asdict(model), "fits": fits(model, memory)} for model in found]
@@ -132,7 +133,8 @@ def _cached(cache: Path) -> Iterator[LocalModel]:
 
 
 def _below(folder: Path, depth: int) -> Iterator[LocalModel]:
-    """Yield the models in a folder and in its subfolders, ``depth`` levels deep."""
+    """Yield the models in a folder (GGUF files, and the folder itself if it has a config.json), or else in its
+    subfolders, ``depth`` levels deep."""
     for path in (path for path in files.listed(folder) if path.suffix == ".gguf" and os.path.isfile(path)):
         yield LocalModel(str(path), str(path), "-", "gguf", path.stat().st_size, 0, True)
     if os.path.isfile(folder / "config.json"):

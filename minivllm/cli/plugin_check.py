@@ -78,7 +78,8 @@ def check(entries: Sequence[Entry], timeout: float = TIMEOUT, jobs: int = 2) -> 
 
 
 def check_one(entry: Entry, timeout: float = TIMEOUT) -> Report:
-    """Import a plug-in in a new process and return its report."""
+    """Import a plug-in in a new process and return its report.  A process that crashes or exceeds ``timeout`` seconds
+    is a fault in the report."""
     argv = command("minivllm.cli.plugin_check:main", json.dumps(asdict(entry)))
     try:
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=timeout)
@@ -234,7 +235,8 @@ def spec_faults(spec: Spec, kind: Kind) -> list[str]:
 
 
 def _option_faults(model: Any) -> list[str]:
-    """Return the faults of a plug-in's options model."""
+    """Return the faults of a plug-in's options model: unknown options are not forbidden, or an option has no
+    description."""
     faults = []
     if model.model_config.get("extra") != "forbid":
         faults.append('its options must be declared with extra="forbid"')

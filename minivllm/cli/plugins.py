@@ -255,7 +255,7 @@ def _print_report(report: Report) -> None:
 
 
 def _print_end(reports: Sequence[Report], faults: Sequence[Any]) -> None:
-    """Print the faults of packages, and the command that tests plug-ins further."""
+    """Print the faults of packages, and, for external plug-ins without faults, the command that tests them further."""
     for fault in faults:
         print(f"{'FAULTY':28}{fault}")
     if not reports:

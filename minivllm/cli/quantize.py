@@ -49,7 +49,7 @@ def _add_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def quantize(args: argparse.Namespace) -> int:
-    """Run ``minivllm quantize`` and return its exit code."""
+    """Run ``minivllm quantize``, which writes a checkpoint with quantized weights, and return its exit code."""
     from minivllm.lab.quantize.options import QuantizeOptions
 
     options = QuantizeOptions(

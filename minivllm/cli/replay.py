@@ -55,7 +55,8 @@ def part_flags(sub: argparse.ArgumentParser) -> None:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Run ``minivllm replay`` and return its exit code.  ConfigError for wrong arguments."""
+    """Run ``minivllm replay``, which compares evictors and scheduling policies on a recorded trace of requests, and
+    return its exit code.  ConfigError for wrong arguments."""
     from minivllm.lab.bench import repeats
     from minivllm.lab.replay import compare
     from minivllm.lab.traces.read import about, read_trace

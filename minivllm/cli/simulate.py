@@ -134,7 +134,8 @@ def fit_table(fit: Any) -> str:
 
 
 def simulate(args: argparse.Namespace) -> int:
-    """Run ``minivllm simulate`` and return its exit code."""
+    """Run ``minivllm simulate``, which predicts the latencies of a trace of requests from measured costs of steps, and
+    return its exit code."""
     from minivllm.lab.bench import repeats
     from minivllm.lab.simulate import figures, uncertainty
     from minivllm.lab.traces.read import about, read_trace

@@ -22,7 +22,8 @@ def add_commands(command: Any) -> None:
 
 
 def stats(args: argparse.Namespace) -> int:
-    """Run ``minivllm stats`` and return its exit code."""
+    """Run ``minivllm stats``, which prints the usage statistics, switches them on or off, or deletes them; return its
+    exit code."""
     from minivllm.runtime import usage
 
     if args.verb == "delete":

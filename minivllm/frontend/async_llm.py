@@ -86,7 +86,8 @@ class AsyncLLM(FrontDoor):
         abandoned = False
 
         def add() -> None:
-            """Add the request, on the engine's thread."""
+            """Add the request, on the engine's thread, unless its task was cancelled.  An error is put into the
+            stream."""
             if abandoned:
                 return
             try:

@@ -159,7 +159,7 @@ def _request(door: FrontDoor, prompt: Any, params: SamplingParams, options: Embe
 
 
 def embedding_output(tracked: Tracked, options: EmbedOptions) -> EmbeddingRequestOutput:
-    """Return the output of a request that has ended."""
+    """Return the output of a request that has ended.  If it failed or was aborted, the output has an ``error``."""
     request = tracked.request
     seq = request.sequences[0]
     values: list[float] = []

@@ -128,7 +128,8 @@ class TurnLoop:
         return thread
 
     def run(self) -> None:
-        """Run turns until the loop ends, then end all requests."""
+        """Run turns until the loop ends, then end all requests.  A fault of the engine ends the loop, and its text is
+        the error of the requests."""
         worked = False
         reason = STOPPED
         error: BaseException | None = None

@@ -24,7 +24,7 @@ class Bars:
         self._bars: dict[str, Any] = {}
 
     def show(self, stage: str, done: int, total: int) -> None:
-        """Draw how much of a stage is done."""
+        """Draw how much of a stage is done.  The bar of a complete stage is closed."""
         if done >= total:
             self._close(stage)
             return

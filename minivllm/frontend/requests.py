@@ -178,7 +178,8 @@ class Tracked(RequestText):
         return found
 
     def output(self) -> RequestOutput:
-        """Return the answer so far.  It is complete once the request has ended."""
+        """Return the answer so far, with the values of taps and routes if the request reads them.  It is complete once
+        the request has ended."""
         r = self.request
         outputs = [text.output() for text in self.answer]
         by_sample = {seq.sample: seq for seq in r.sequences}

@@ -127,7 +127,8 @@ def chosen(resolved: Resolved) -> Iterator[tuple[str, Selection, Part]]:
 
 
 def _part(seam: str, selection: Selection, part: Part) -> Entries:
-    """Return the entry of a chosen plug-in in the bill of materials."""
+    """Return the entry of a chosen plug-in in the bill of materials: its seam, name, distribution, target, options,
+    source and reasons."""
     candidate = selection.require()
     entry = candidate.entry
     needs = candidate.spec.needs if candidate.spec else ()

@@ -56,7 +56,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return the summary in one line."""
+        """Return the summary in one line: which parts of the runs differ, with values, and whether anything is
+        unknown."""
         names = list(self.subjects)
         if self.unknown:
             unknown = f"unknown whether {' and '.join(self.unknown)} {_differ_verb(self.unknown)}"

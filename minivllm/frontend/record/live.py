@@ -122,7 +122,7 @@ class _Walk:
                 self.add_value(f"{name}.{key}", value, typed)
 
     def add_function(self, function: types.FunctionType) -> None:
-        """Add the text of a function and the values that it uses."""
+        """Add the text of a function and the values that it uses.  A function of a library is left out."""
         module = function.__module__ or "?"
         if known_without(function.__module__ or "") or not self._new(function):
             return

@@ -54,7 +54,8 @@ class Source:
 
 
 def plugin_source(target: str) -> Source:
-    """Return the source of ``module:Class``, from files only."""
+    """Return the source of ``module:Class``: its module, and the modules that it imports from the same plug-in, from
+    files only."""
     module = target.partition(":")[0]
     scope = _Scope(module)
     found: dict[str, tuple[str, float]] = {}
@@ -146,7 +147,8 @@ class _Scope:
             self.beside = folder
 
     def has(self, module: str) -> bool:
-        """Return whether an imported module belongs to the plug-in."""
+        """Return whether an imported module belongs to the plug-in: it has the same top-level package, or lies beside
+        the plug-in's file, and is not of Python's or minivllm's own library (except built-in plug-ins)."""
         if module == PLUGINS or module.startswith(PLUGINS + "."):
             return True
         top = module.partition(".")[0]

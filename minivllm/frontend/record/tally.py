@@ -115,7 +115,8 @@ class ResultTally:
         self.requests.append(kept)
 
     def _ended(self, tracked: Tracked, number: int) -> None:
-        """Add the results of request ``number``, which has ended."""
+        """Add the results of request ``number``, which has ended: a digest and counts of its tokens, its energy, its
+        routes, and the first error."""
         request = tracked.request
         digest = hashlib.sha256(request.prompt.tobytes())
         for text in tracked.texts:
