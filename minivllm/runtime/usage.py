@@ -102,7 +102,8 @@ def delete() -> bool:
 
 
 def add(kept: dict[str, Any], counted: Mapping[str, float], model: str, parts: Mapping[str, Sequence[str]]) -> None:
-    """Add the sums of a run to the statistics."""
+    """Add the counts of a run to the statistics: the totals and those of its model, day and plug-ins.  Old days and
+    rare names are dropped."""
     today = datetime.date.today().isoformat()
     _sum(kept["totals"], counted)
     _sum(kept["models"].setdefault(model[-LONGEST:], {}), counted)
@@ -163,7 +164,7 @@ def _locked(seconds: float) -> Iterator[bool]:
 
 
 def _write(kept: Mapping[str, Any]) -> None:
-    """Replace the file.  ConfigError if it cannot be written."""
+    """Replace the file by ``kept``, in one step.  ConfigError if it cannot be written."""
     at = path()
     part = at.with_name(f"{at.name}.{os.getpid()}.part")
     try:

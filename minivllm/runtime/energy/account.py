@@ -254,7 +254,8 @@ class EnergyAccount:
             self._lose()
 
     def _notify(self) -> None:
-        """Call the functions that wait for joules that are not open any more."""
+        """Call the functions whose joules are complete, and keep those that still wait.  Their exceptions are only
+        logged."""
         waiting = self._waiting
         self._waiting = []
         for joules, call in waiting:

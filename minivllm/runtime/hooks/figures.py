@@ -106,7 +106,8 @@ class PluginFigures:
         stats["figure_failures"] = failures
 
     def _of_worker(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the names and the figures or failures of the workers' plug-ins."""
+        """Return (name, figures or failure) of each plug-in of the workers, named "NAME rank N" beyond the first
+        process.  If the workers cannot be read, their last figures are returned."""
         if self._worker is not None:
             try:
                 self._last = self._worker("figures")

@@ -237,7 +237,8 @@ def _class(part: Part) -> Any:
 
 
 def _check(manager: pluggy.PluginManager, member: Member) -> None:
-    """Raise PluginError for mistakes that pluggy accepts, or reports less clearly."""
+    """Raise PluginError for mistakes that pluggy accepts or reports less clearly, such as an unknown hook or a method
+    without ``@hookimpl``."""
     for attribute in dir(member.plugin):
         opts = manager.parse_hookimpl_opts(member.plugin, attribute)
         if opts is None:

@@ -379,7 +379,7 @@ class Channel:
         return self._files.popleft()
 
     def close(self) -> None:
-        """Close this end.  Further calls do nothing."""
+        """Close this end, with its socket, memory and received file descriptors.  Further calls do nothing."""
         self._sock.close()
         while self._files:
             os.close(self._files.popleft())

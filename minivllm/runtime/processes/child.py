@@ -161,7 +161,8 @@ class Child:
         raise ChannelClosed("the process has ended; another one holds its end of the channel")
 
     def _ended(self) -> ChildEnded:
-        """Close the channel and return the error about the end of the process."""
+        """Close the channel and return the error about the end of the process: its exit code or signal, and its last
+        output."""
         self._close()
         pid = self._process.pid
         try:

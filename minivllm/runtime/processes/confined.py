@@ -108,7 +108,8 @@ class Confined:
         raise ResourceError(f"a process for {self._target} ended twice: {reason}")
 
     async def _start(self) -> list[_Seat]:
-        """Start the parent process and return the workers' sockets."""
+        """Start the parent process and return the workers' sockets.  If it cannot be started, all sockets are
+        closed."""
         pairs = [socket.socketpair() for _ in self._nices]
         try:
             fds = ",".join(str(theirs.fileno()) for _, theirs in pairs)
@@ -227,7 +228,7 @@ def _tell(link: socket.socket, answer: dict[str, Any]) -> None:
 
 
 def _fork(at: int, links: list[socket.socket], work: Work, nice: int) -> int:
-    """Start the worker of the socket ``at`` and return its process id."""
+    """Start the worker of the socket ``at`` and return its process id.  The worker serves jobs and never returns."""
     child = os.fork()
     if child:
         return child
@@ -242,7 +243,7 @@ def _fork(at: int, links: list[socket.socket], work: Work, nice: int) -> int:
 
 
 def _serve(link: socket.socket, work: Work) -> NoReturn:
-    """Run the jobs that arrive on a socket until the server closes it."""
+    """Run the jobs that arrive on a socket, within their limits of time and memory, until the server closes it."""
     while True:
         number, parts = _receive(link)
         job = json.loads(parts[0])

@@ -136,7 +136,8 @@ class ProcessGate:
         return sock
 
     def _run(self) -> None:
-        """Accept connections until the gate is closed."""
+        """Accept connections until the gate is closed.  Each is greeted on a thread; beyond the limit of greetings it
+        is closed."""
         while True:
             for key, _ in self._selector.select():
                 if key.fd == self._closes:

@@ -74,7 +74,8 @@ class HeapTrimmer:
         self._level: int | None = None
 
     def look(self) -> None:
-        """Trim the heap if it has grown enough.  Call it between two steps."""
+        """Trim the heap if the resident memory has grown enough, at most every ``LOOK`` seconds.  Call it between two
+        steps."""
         now = self._clock()
         if now < self._next or self._trim is None:
             return

@@ -65,7 +65,8 @@ class StatusPage:
         self._last = bytes(self._bytes)
 
     def describe(self, rank: int) -> str:
-        """Return a description of the state of a process."""
+        """Return a description of the state of a process: its phase of the start, or its step and the operation that it
+        waits in."""
         phase = self.get(rank, PHASE)
         if phase < len(PHASES) - 1:
             return PHASES[phase]

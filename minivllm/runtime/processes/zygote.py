@@ -205,7 +205,7 @@ class Zygote:
         gc.freeze()  # so that a collection in a fork does not copy the pages of these objects
 
     def serve(self) -> None:
-        """Answer clients.  In the process of a command, return with ``words`` set."""
+        """Answer clients until ``running`` is False.  In the process of a command, return with ``words`` set."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._stop)
         owner, last = os.getpid(), time.monotonic()
@@ -239,7 +239,7 @@ class Zygote:
                 self.sessions.discard(pid)
 
     def _answer(self, end: socket.socket) -> None:
-        """Answer one client."""
+        """Answer one client: start a command, stop, or send the status.  A client of another user gets no answer."""
         _, user, _ = CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
         message, descriptors = receive(end, 3)
         try:

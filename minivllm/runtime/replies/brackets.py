@@ -87,7 +87,7 @@ class OpenString:
         self._escaped = False
 
     def add(self, text: str) -> None:
-        """Read a further piece of the JSON text, and update ``quoted``."""
+        """Read a further piece of the JSON text, and set ``quoted`` to whether it ends inside a string."""
         at = 1 if self._escaped and text else 0
         self._escaped = self._escaped and not text
         while True:

@@ -82,7 +82,8 @@ class ChannelReply:
         return Said(text) if kind == ANSWER and out.edge == KEEP else None
 
     def _read(self, final: bool) -> None:
-        """Read the buffer."""
+        """Read the buffer: text and tags up to a possible beginning of a tag, which stays in the buffer until more text
+        arrives."""
         buffer = self._buffer
         at = 0
         for match in self._find.finditer(buffer):
@@ -97,7 +98,7 @@ class ChannelReply:
         self._buffer = buffer[stop:]
 
     def _add(self, text: str) -> None:
-        """Add text without tags to the header or to the message."""
+        """Add text without tags to the header or to the message.  A header that becomes too long is text."""
         if not text:
             return
         if self._header is not None:
@@ -123,7 +124,7 @@ class ChannelReply:
             self._string.add(text)
 
     def _tag(self, tag: str) -> None:
-        """Read a tag."""
+        """Read a tag: begin or end a header or a message.  Inside a string of a call's arguments it is text."""
         channels = self._channels
         quoted = self._kind == CALL and self._string is not None and self._string.quoted
         if quoted and tag not in self._context.hidden:

@@ -128,7 +128,7 @@ class Templates:
     spellings: Mapping[str, tuple[str, ...]]
 
     def elements(self, template: str) -> list[Element]:
-        """Return the elements of a template."""
+        """Return the elements of a template: a word for each placeholder, whitespace, and literal texts."""
         found: list[Element] = []
         for piece in self.split(template):
             if PLACEHOLDER.fullmatch(piece):

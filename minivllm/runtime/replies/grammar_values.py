@@ -319,7 +319,8 @@ class Arguments:
         return self._rules.json(piece(schema, self._root))
 
     def _quoted_members(self, own: dict[str, Any]) -> list[tuple[str, bool]]:
-        """Return (Lark sequence, whether it is required) for each member of an object."""
+        """Return (Lark sequence, whether it is required) for each declared member of an object; members that no value
+        fits are left out."""
         declared, required = _declared(own)
         members = []
         for key, inner in declared.items():
@@ -330,7 +331,8 @@ class Arguments:
         return members
 
     def _list(self, own: dict[str, Any]) -> str:
-        """Return the Lark expression for a list."""
+        """Return the Lark expression for a list with the schema's item schema and bounds.  Wrong bounds make it a plain
+        JSON value."""
         least, most = own.get("minItems", 0), own.get("maxItems")
         bounds = [bound for bound in (least, most) if bound is not None]
         if any(type(bound) is not int or bound < 0 for bound in bounds) or (most is not None and most < max(least, 1)):
@@ -342,7 +344,7 @@ class Arguments:
         return joined('"["', listed if least else f"({listed})?", '"]"')
 
     def _between(self, body: str) -> str:
-        """Return the Lark sequence for a text between the tags ``quote``."""
+        """Return the Lark sequence for a text, which the rule ``body`` describes, between the tags ``quote``."""
         quote = self._rules.items(self._calls.quote)
         return joined(*quote, self._ended(body, quote))
 

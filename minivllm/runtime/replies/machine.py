@@ -131,7 +131,7 @@ class DescribedReply:
         return self._buffer != "" and self._plan.find.match(self._buffer) is not None
 
     def _run(self, final: bool) -> None:
-        """Read the buffer."""
+        """Read the buffer as far as its text is certain, and remove that text.  ``final`` ends the answer."""
         self._final = final
         while self._state():
             pass

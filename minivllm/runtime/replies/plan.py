@@ -149,7 +149,7 @@ class FormatPlan:
         self.longest = max(map(len, texts), default=0)
 
     def _add_calls(self, calls: Calls) -> None:
-        """Add the heads of one spelling of calls."""
+        """Add the heads (the syntax of their beginnings) of one spelling of calls, by the tag with which they begin."""
         form = FormPlan(calls)
         self._plan_ends(form)
         opening = calls.begin + calls.open + ("" if calls.arguments == OBJECT else calls.head)

@@ -173,7 +173,8 @@ def python_arguments(text: str) -> str | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal.  ValueError for another expression."""
+    """Return the JSON value of a Python literal.  ValueError for another expression, or for a value that JSON does not
+    have."""
     if isinstance(node, ast.Name) and node.id in WORDS:
         return WORDS[node.id]
     if isinstance(node, (ast.List, ast.Tuple)):

@@ -29,7 +29,8 @@ def write_calls(spelling: Calls, calls: Iterable[Call]) -> str:
 
 
 def write_call(spelling: Calls, name: str, arguments: Mapping[str, Any]) -> str:
-    """Return the text of one call."""
+    """Return the text of one call, with its arguments in the form of the spelling: JSON, tags, Python or quoted
+    text."""
     head = spelling.head.replace("{name}", name).replace("{id}", "a1b2c3d4e")
     if spelling.arguments == OBJECT:
         text = dumped({"name": name, spelling.key: dict(arguments)})
@@ -52,7 +53,7 @@ def _pairs(pairs: Pairs, arguments: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _python(value: Any) -> str:
-    """Return a value as a literal of Python."""
+    """Return a JSON value as a literal of Python: None, True and False, and strings as JSON writes them."""
     if value is None or isinstance(value, bool):
         return str(value)
     if isinstance(value, Mapping):

@@ -42,7 +42,8 @@ class Gate:
         self._tail: list[int] = []  # last tokens of the reasoning
 
     def rest(self, ids: Sequence[int]) -> Sequence[int]:
-        """Take new tokens, and return the tokens that belong to the constrained form."""
+        """Take new tokens, and return the tokens that belong to the constrained form: those after the end tag of free
+        text, or all if there is no free text."""
         answer = self._tags.answer
         for number, token in enumerate(ids):
             if self.first:

@@ -104,7 +104,8 @@ class Helper:
             self._stopped = False
 
     def _check(self, source: GrammarSource) -> None:
-        """Compile a grammar in the process, and raise the errors that ``check`` describes."""
+        """Compile a grammar in the process, and raise the errors that ``check`` describes: too slow, too large, failed
+        or refused."""
         answer = self._answer(source)
         ended = answer.get("ended")
         if ended == "stopped":

@@ -181,7 +181,8 @@ class Grammars:
         return made
 
     def _try(self, helper: Helper, source: GrammarSource, salt: Salt) -> None:
-        """Check a grammar with a helper, in a way that ``stop`` can end."""
+        """Check a grammar with a helper, in a way that ``stop`` can end.  Raise Stopped if ``stop`` was called for
+        it."""
         with self._lock:
             if (salt, source) in self._stopped:
                 raise Stopped

@@ -171,7 +171,8 @@ def _around(vocabulary: Vocabulary, bos: bool) -> Any:
 
 
 def _split(vocabulary: Vocabulary, warn: Any) -> Split:
-    """Return the splitting rule of a ``gpt2`` file.  ModelError for an unknown name."""
+    """Return the splitting rule of a ``gpt2`` file.  If it names none, warn and return llama.cpp's default.  ModelError
+    for an unknown name."""
     name = vocabulary.file.values.get("tokenizer.ggml.pre")
     if name is None or (isinstance(name, str) and not name):
         warn(
@@ -210,7 +211,7 @@ def _byte_level(vocabulary: Vocabulary, split: Split) -> Any:
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> Any:
-    """Return the ``tokenizers.Tokenizer`` of a ``llama`` file."""
+    """Return the ``tokenizers.Tokenizer`` of a ``llama`` file: a unigram or a BPE model, as its scores show."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokens = vocabulary.tokens

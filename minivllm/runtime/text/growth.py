@@ -42,7 +42,8 @@ def check_growth(path: Path, backend: Any) -> None:
 
 
 def _check_chain(path: Path, part: str, state: Mapping[str, Any]) -> None:
-    """Raise ModelError if a chain of steps can lengthen text too much."""
+    """Raise ModelError if a chain of steps can lengthen text by more than MOST_GROWTH, or has more than MOST_STEPS
+    steps."""
     factor = 1.0
     for steps, step in enumerate(_steps(state), 1):
         factor *= growth_of(step)

@@ -99,7 +99,8 @@ def _not_null(mapping: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _message(message: Any, at: str) -> Message:
-    """Return a checked copy of a message.  ``at`` is its place for errors."""
+    """Return a checked copy of a message.  ``at`` is its place for errors.  RequestError if it is malformed or has
+    media."""
     if not isinstance(message, dict):
         raise _fail(at, f": expected a mapping with role and content, not {shown(message)}")
     role = message.get("role")
@@ -136,7 +137,8 @@ def _content(content: Any, at: str) -> str | list[Message]:
 
 
 def _part(part: Any, at: str) -> Message:
-    """Return a checked part of content, with the type "text"."""
+    """Return a checked part of content, with the type "text", or a placeholder of an image unchanged.  RequestError for
+    other parts."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
@@ -247,7 +249,7 @@ def _join_texts(message: Message) -> None:
 
 
 def _refuse_slips(message: Mapping[str, Any], facts: TemplateFacts, at: str) -> None:
-    """Raise RequestError for keys of a message that are probably misspelled."""
+    """Raise RequestError for keys of a message that are probably misspelled, and for ``prefix``."""
     for key in message:
         if key in KNOWN or key in facts.names:
             continue

@@ -77,7 +77,8 @@ class TokenizerPool:
         self._idle = SimpleQueue()
 
     def _convert(self, job: dict[str, Any], items: Sequence[Any]) -> list[Any]:
-        """Return the results of a job for all items."""
+        """Return the results of a job for all items: here if they are few, else with the chosen method (threads or
+        processes)."""
         parts = divided(items)
         if self.name == "none" or sum(map(len, items)) < FEW:
             found = [run(self._tokenizer, job, part) for part in parts]
@@ -241,7 +242,7 @@ def split_ids(lengths: Sequence[int], column: bytes) -> list[list[int]]:
 
 
 def main(number: str) -> None:
-    """Serve jobs on a socket until the other end closes it."""
+    """Serve jobs on a socket until the other end closes it.  The answer "null" makes the caller repeat a failed job."""
     link = Connection(int(number))
     tokenizer = Tokenizer.from_json(json.loads(link.recv_bytes()))
     while True:

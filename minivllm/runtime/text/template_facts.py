@@ -193,7 +193,7 @@ class _Uses:
         return False
 
     def arguments(self) -> str:
-        """Return the form in which the arguments of a tool call are read."""
+        """Return the form in which the arguments of a tool call are read: MAPPING, TEXT, or EITHER."""
         n = self._nodes
         if self._tested(ARGUMENTS, "string"):
             return EITHER

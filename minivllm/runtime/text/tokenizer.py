@@ -140,7 +140,8 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Tokenizer:
-        """Return a tokenizer made from the fields of ``to_json``."""
+        """Return a tokenizer made from the fields of ``to_json``: from the files of a folder, or from the JSON of a
+        ``tokenizers.Tokenizer``."""
         if "folder" in fields:
             part = fields["part"]
             made = load_tokenizer(fields["folder"], None, fields["eos"], None if part is None else Part(**part))
@@ -398,7 +399,7 @@ class Tokenizer:
         return without_spellings(self.backend, self._spellings.tokens)
 
     def _filler_of(self, template: ChatTemplate) -> ChatFiller:
-        """Return the cached filler of a template."""
+        """Return the filler of a template, from the cache of at most MOST_FILLERS."""
         found = self._fillers.get(template.source)
         if found is None:
             if len(self._fillers) >= MOST_FILLERS:

@@ -61,7 +61,8 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def named_templates(value: Any, where: Path) -> dict[str, str]:
-    """Return the chat templates in a value of JSON, by name.  ModelError."""
+    """Return the chat templates in a value of JSON, by name; a single text has the name ``default``.  ModelError for
+    another form."""
     if value is None:
         return {}
     if isinstance(value, str):
