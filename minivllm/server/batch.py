@@ -339,7 +339,8 @@ async def run_batch(loaded: Loaded, paths: BatchFiles, most: int | None = None) 
 async def _run(
     loaded: Loaded, app: Application, client: EngineClient, paths: BatchFiles, results: Results, most: int | None
 ) -> None:
-    """Start the engine and send the requests of the input."""
+    """Start the engine and send the requests of the input, at most ``most`` at the same time (None means as many as the
+    engine takes)."""
     await client.open()
     service = make_service(client, loaded.server, loaded.engine.model, loaded.sampling, loaded.engine.allow_targets)
     service.chosen()  # raises ConfigError for formats that cannot be combined

@@ -202,7 +202,8 @@ class Metrics:
                 histogram.observe(times[part])
 
     def _generated(self, stream: Stream, times: Mapping[str, float]) -> None:
-        """Count the tokens of a request that generates, and its times in seconds."""
+        """Count the tokens and answers of a request that generates, and its times in seconds to the first token and
+        between tokens."""
         tokens, answers = stream.completion_tokens, stream.params.n
         self.generation.inc(tokens)
         self.generations.observe(tokens)
@@ -262,7 +263,7 @@ class Metrics:
                 self.figures.labels(**self._labels, seam=seam, figure=name).set(number)
 
     def _count_replica(self, stats: Mapping[str, Any]) -> None:
-        """Update the metrics of a replica."""
+        """Update the metrics of a replica: its requests, whether it is up, the use of its KV cache, and its totals."""
         number = str(stats["replica"])
         values = {name: stats.get(name, 0) for name in ("running", "waiting", "requests")}
         values["up"] = int(stats["state"] in ("serving", "draining"))
@@ -274,7 +275,7 @@ class Metrics:
             self._advance(counter.labels(**self._labels, replica=number), f"{number} {name}", stats.get(name, 0))
 
     def _count_tier(self, figures: Mapping[str, Any]) -> None:
-        """Update the metrics of a tier of the KV cache."""
+        """Update the metrics of a tier of the KV cache: counts and bytes of stored and loaded pages, times, and use."""
         labels = {**self._labels, "tier": figures["name"]}
         for event in TIER_EVENTS:
             counter = self.tier_pages.labels(**labels, event=event)

@@ -53,7 +53,7 @@ def make(hello: bytes) -> Work:
 
 
 def run(tokenizer: Tokenizer | None, job: Job, parts: Parts) -> Parts:
-    """Run a job and return the parts of its answer."""
+    """Run a job, chosen by ``job["op"]``, and return the parts of its answer."""
     if job["op"] == "read":
         return read(parts[0], job["inner"])
     if job["op"] == "form":

@@ -58,7 +58,7 @@ class ContentBlocks:
         return any(block.kind == TOOL and block.whole for block in self._blocks)
 
     def events(self, parts: Sequence[Part]) -> Iterator[JsonObject]:
-        """Yield the events of parts of an answer that came together."""
+        """Yield the events of parts of an answer (text, reasoning, calls) that came together."""
         for number, part in enumerate(parts):
             if isinstance(part, Said):
                 yield from self._write(TEXT, part.text)
@@ -112,7 +112,8 @@ class ContentBlocks:
         yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block.head}
 
     def _delta(self, text: str) -> JsonObject:
-        """Add text to the open block, and return the event."""
+        """Add text to the open block, and return its event.  The event has no text if it is reasoning that the client
+        hides."""
         assert self._open is not None
         self._open.texts.append(text)
         if self._open.kind == TOOL:
@@ -159,7 +160,8 @@ class ContentBlocks:
         yield from self._close()
 
     def _content(self, block: Block) -> JsonObject:
-        """Return a block as a member of a message's content."""
+        """Return a block as a member of a message's content: text, reasoning with a signature, or a call with its
+        input."""
         text = "".join(block.texts)
         if block.kind == TEXT:
             return {"type": TEXT, "text": text}

@@ -48,7 +48,8 @@ async def count_tokens(request: Request, service: Service) -> Any:
 
 
 async def _work(request: Request, service: Service, model: type[Any]) -> Messages:
-    """Read the body of a request, and return its work."""
+    """Read the body of a request, translate it to a chat, and return its work.  A body that only counts tokens becomes
+    a chat of one token."""
     body = await read_body(request, service, model)
     tokenizer = service.tokens.tokenizer
     bounds = BUDGET in service.client.info.reads and tokenizer is not None and tags_of(tokenizer) is not None

@@ -89,7 +89,7 @@ def check_room(loaded: Loaded, nodes: Mapping[str, Mapping[str, float]]) -> None
 
 
 def deployment_options(loaded: Loaded, gpus: float) -> dict[str, Any]:
-    """Return the options of Ray Serve's deployment."""
+    """Return the options of Ray Serve's deployment: the resources, limits and number of its replicas."""
     server, engine = loaded.server, loaded.engine
     inside = min(engine.max_num_seqs + server.max_queue, server.max_inside)
     options: dict[str, Any] = {

@@ -39,7 +39,7 @@ RUNNING, BROKEN = "RUNNING", ("DEPLOY_FAILED", "UNHEALTHY", "NOT_STARTED", "DELE
 
 
 def check_installed() -> None:
-    """Raise ConfigError if Ray Serve is not installed."""
+    """Raise ConfigError if Ray Serve is not installed or cannot be imported."""
     missing = importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.serve") is None
     if missing:
         raise ConfigError("cluster=ray: Ray is not installed. Do: pip install 'minivllm[ray-serve]'")
@@ -101,7 +101,8 @@ class Signals:
 
 @contextlib.contextmanager
 def stopping() -> Iterator[Signals]:
-    """Handle the signals within the context, in place of Ray's handlers."""
+    """Handle the signals within the context, in place of Ray's handlers.  Yield the events that they set: ``end``
+    (SIGTERM, SIGINT) and ``update`` (SIGHUP)."""
     found = Signals()
     events = {signal.SIGTERM: found.end, signal.SIGINT: found.end, signal.SIGHUP: found.update}
     before = {number: signal.signal(number, lambda *_, event=event: event.set()) for number, event in events.items()}

@@ -213,7 +213,8 @@ class Ranking(PooledTexts):
         return {"id": name, "model": self.model}
 
     def results(self, answer: Embedded) -> Iterator[JsonObject]:
-        """Yield an object for each of the best documents, the best first."""
+        """Yield an object with index, score and (unless the body refuses it) text for each of the best documents, the
+        best first."""
         query, *vectors = answer.vectors
         scores = cosines(query, vectors).tolist()
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))

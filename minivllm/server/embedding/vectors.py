@@ -127,7 +127,7 @@ async def embed(
 
 
 def _pooling(service: Service, options: EmbedFields) -> str:
-    """Check the options and return the pooling.  RequestError names a wrong option."""
+    """Check the options and return the pooling.  ApiError (400) or RequestError names a wrong option."""
     info = service.client.info
     if options.side not in SIDES:
         text = f"truncation_side={options.side[:40]!r}: expected left or right"
@@ -153,7 +153,7 @@ def _params(state: dict[str, Any], options: EmbedFields) -> SamplingParams:
 async def _encoded(
     service: Service, owner: str, prompts: Sequence[Input], params: SamplingParams, options: EmbedFields
 ) -> list[Ids]:
-    """Return the token ids of each prompt, after truncation."""
+    """Return the token ids of each prompt, truncated at the side that the options name if they request it."""
     tokens, side = service.tokens, options.side
     limit = service.client.info.max_model_len
     most = None

@@ -109,7 +109,8 @@ class Acceptor:
         return len(self._connections) + len(self._opening) - counted_twice
 
     def _take(self) -> None:
-        """Accept waiting connections, called by the event loop when there are any."""
+        """Accept waiting connections, called by the event loop when there are any.  Beyond the limit, idle connections
+        are closed first, or the waiting ones wait."""
         for _ in range(TURN):
             over = self.open - self.room
             if over >= 0 and not self._has_waiting():

@@ -321,7 +321,7 @@ class Unchunked:
         self._open = False  # whether the answer has no Content-Length
 
     async def send(self, message: Any) -> None:
-        """Send an ASGI message, with uvicorn's chunks turned off."""
+        """Send an ASGI message, with uvicorn's chunks turned off for an answer without a length."""
         cycle = self._cycle
         if message["type"] == "http.response.start":
             names = {name.lower() for name, _ in message.get("headers", ())}

@@ -72,7 +72,8 @@ def refused(method: str, path: str, headers: Mapping[str, str] | None) -> ApiErr
 
 
 def _instead(path: str, routes: Sequence[str]) -> str:
-    """Return the advice for a path that is none of the routes."""
+    """Return the advice for a path that is none of the routes: the route to use, the most similar one, or the list of
+    all."""
     plain = "/" + "/".join(part for part in path.split("/") if part)
     tail = plain.rpartition("/v1/")[2]
     if len(plain) > LONGEST or plain in ("/", "/v1"):

@@ -49,7 +49,7 @@ class PrintedLog:
         self._flush()
 
     def _line(self, line: str) -> None:
-        """Log a line, or add it to a traceback."""
+        """Log a line of the child's output, or add it to a traceback."""
         if line.startswith(MARK):
             self._flush()
             self._record(line[len(MARK) :])

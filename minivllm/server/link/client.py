@@ -407,7 +407,8 @@ class EngineClient:
             self._finish(header, columns)
 
     def _finish(self, header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> None:
-        """End the streams of requests that have ended in the engine."""
+        """End the streams of requests that have ended in the engine, with their energy, error, version of the weights
+        and order."""
         orders = dict(header.get("order", ()))
         failed = dict(header.get("failed", ()))
         versions = dict(header.get("weights", ()))
@@ -478,7 +479,7 @@ class EngineClient:
         self._lost(why)
 
     def _lost(self, why: str) -> None:
-        """Fail all streams, requests and questions, because there is no engine any longer."""
+        """Fail all streams, requests and questions with ``why``, because there is no engine any longer."""
         if not self._gone:
             self._gone = True
             self._why = why

@@ -69,7 +69,8 @@ class Compiling:
         return len(self._of)
 
     def begin(self, number: int, live: Any) -> None:
-        """Compile the grammar of ``live.request``.  ``ready`` later returns ``live``."""
+        """Find or compile the grammar of ``live.request``.  Requests of an owner with the same grammar share a job.
+        ``ready`` later returns ``live``."""
         request = live.request
         found, error = None, None
         try:
@@ -91,7 +92,7 @@ class Compiling:
             self._start()
 
     def _start(self) -> None:
-        """Start waiting jobs on free workers.  The caller holds the lock."""
+        """Start waiting jobs on free workers, within the limit of each owner.  The caller holds the lock."""
         while not self._closed and self._busy.total() < self._workers:
             full = [owner for owner, jobs in self._busy.items() if jobs >= self._most]
             next_up = self._queue.pop(full)
@@ -103,7 +104,8 @@ class Compiling:
             self._pool.submit(self._run, owner, job)
 
     def _run(self, owner: str, job: _CompileJob) -> None:
-        """Compile the grammar of a job, on a thread of the pool."""
+        """Compile the grammar of a job, on a thread of the pool.  Add the grammar or the error to the results, and
+        start the next job."""
         grammar, error = None, None
         try:
             grammar = self._compile(job.params)

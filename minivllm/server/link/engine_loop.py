@@ -223,7 +223,8 @@ class EngineLoop(TurnLoop):
         self.paces[scored].note(total, float(tokens @ context) / total, prompts)
 
     def _most_prefill(self) -> int:
-        """Return the maximum number of prompt tokens of the next step."""
+        """Return the maximum number of prompt tokens of the next step, from the measured pace of prompts.  It is
+        smaller while several owners share the engine."""
         planner = self.engine.planner
         slots = planner.slots
         if not planner.n_waiting and planner.steady is not None and planner.steady.changes == slots.changes:

@@ -117,7 +117,8 @@ class Splitter:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Return the frames that more bytes complete."""
+        """Return the frames that more bytes complete.  Bytes of an incomplete frame are kept.  FrameError if one is
+        malformed."""
         self._rest += data
         frames, at = [], 0
         while len(self._rest) - at >= _SIZE.size:

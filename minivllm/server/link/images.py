@@ -14,7 +14,7 @@ DIGEST = 32  # size of a digest in bytes
 
 
 def columns_of(images: Sequence[PlacedImage]) -> dict[str, np.ndarray]:
-    """Return the columns of the images of a request, none without images."""
+    """Return the columns "images" (a table), "pixels" and "digests" of the images of a request, none without images."""
     if not images:
         return {}
     rows, parts = [], []

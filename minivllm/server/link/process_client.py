@@ -289,7 +289,8 @@ class ProcessClient(EngineClient):
             self._died(why)
 
     def _take(self, frame: Frame) -> None:
-        """Handle a frame of the child."""
+        """Handle a frame of the child: events of requests, progress of the start, or the success or failure of the
+        start."""
         if frame.kind == "frame":
             self._on_frame(frame.header, frame.columns)
         elif frame.kind == "progress":

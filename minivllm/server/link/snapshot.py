@@ -89,7 +89,8 @@ class Snapshots:
         return found
 
     def _waiting(self, owner: str | None, most: int) -> list[Seq]:
-        """Return at most ``most`` waiting sequences, sequences that wait for a tier first."""
+        """Return at most ``most`` waiting sequences of an owner (None means all owners), sequences that wait for a tier
+        first."""
         tiers = self.engine.cache.tiers
         loading: Iterable[Seq] = () if tiers is None else tiers.waits
         queued: list[Seq] = [*loading]
@@ -125,7 +126,8 @@ class Snapshots:
         return reasons
 
     def _blocks(self, running: list[Seq], owner: str | None) -> dict[str, Any]:
-        """Return the map of the blocks of the leading KV group."""
+        """Return the map of the blocks of the leading KV group: the state of each block, and the running row that uses
+        it."""
         cache, slots = self.engine.cache, self.engine.slots
         pool = cache.pools[0]
         of = np.full(pool.total, -1, np.int16)

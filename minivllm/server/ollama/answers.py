@@ -85,7 +85,7 @@ class Gatherer:
         self._count = 0
 
     def add(self, found: Pieces, parts: Sequence[Part] | Iterator[Part]) -> Pieces:
-        """Add parts to ``found`` and return it."""
+        """Add the text, reasoning and complete calls in parts to ``found`` and return it."""
         for part in parts:
             if isinstance(part, Said):
                 found.content.append(part.text)

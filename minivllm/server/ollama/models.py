@@ -119,7 +119,7 @@ def thinks(service: Service) -> bool:
 
 
 def capabilities(service: Service) -> list[str]:
-    """Return the words of Ollama for the abilities of the model."""
+    """Return the words of Ollama for the abilities of the model: completion, tools, thinking, embedding."""
     found = ["completion"]
     tokenizer = service.tokens.tokenizer
     if tokenizer is not None and tokenizer.chat_templates:

@@ -80,7 +80,8 @@ class Shaper:
         self._tokens = FEW
 
     async def shape(self, kind: str, scored: Scored, top: int) -> AsyncIterator[list[bytes]]:
-        """Yield the result of ``shaped`` for each part of the rows."""
+        """Yield the result of ``shaped`` for each part of the rows: computed here if it is small, else in a process of
+        the pool."""
         for low, high in scored.parts(JOB):
             weight = scored.weight(low, high)
             if weight <= self._scores:

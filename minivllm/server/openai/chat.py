@@ -288,7 +288,7 @@ class Chat(Work):
         return _chunk(number, {"content": TEXT})
 
     async def whole(self, answer: Answer) -> list[JsonObject]:
-        """Return the choices of the answer once it is complete."""
+        """Return the choices of the answer once it is complete, the best first if the engine has ordered them."""
         while await answer.take():
             pass
         if self.requested is None:

@@ -104,7 +104,8 @@ class Completion(Work):
         return text if self.kept is None else self.service.tokens.shorten(text, self.body.truncation_side)
 
     async def _encoded(self) -> list[Ids]:
-        """Return the token ids of each prompt before truncation."""
+        """Return the token ids of each prompt before truncation to its exact length.  Texts that are far too long are
+        shortened first."""
         texts = [self._shorter(prompt) for prompt in self.prompts if isinstance(prompt, str)]
         if not texts:
             return [prompt for prompt in self.prompts if not isinstance(prompt, str)]
@@ -233,7 +234,8 @@ class Completion(Work):
             more = {}
 
     async def whole(self, answer: Answer) -> list[JsonObject]:
-        """Return the choices of the answer once it is complete."""
+        """Return the choices of the answer once it is complete, in the order of the prompts, and the best first for
+        each prompt."""
         while await answer.take():
             pass
         if self.requested is None:

@@ -609,7 +609,7 @@ def names_of(use: str) -> list[str]:
 
 
 def documented() -> list[str]:
-    """Return the rows of aliases in the table of docs/api.md."""
+    """Return the rows of aliases in the table of docs/api.md, one row for aliases with the same effect."""
     groups: dict[str, list[str]] = {}
     for row in OTHER.values():
         if row.use != ALIAS:

@@ -336,7 +336,8 @@ class Answer:
         return [of(at * self.n) for at in range(len(self.streams))]
 
     async def chunks(self, work: ProtocolWork) -> AsyncIterator[JsonObject]:
-        """Yield the chunks of a stream, each with one choice."""
+        """Yield the chunks of a stream, each with one choice, then those with values of taps, and a last one with the
+        usage if requested."""
         slices = self.service.slices
         for chunk in self._opening(work):
             yield chunk

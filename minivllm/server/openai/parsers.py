@@ -97,7 +97,7 @@ def with_reasoning(parser: ReplyParser, name: str, other: ReplyParser, named: st
 
 
 def _entry(catalog: Catalog, option: str, name: str) -> Any:
-    """Return the entry of a parser.  ConfigError if there is none."""
+    """Return the entry of a parser, by its name or an alias.  ConfigError if it does not exist or cannot be chosen."""
     registry = catalog["parser"]
     name = name if registry.installed(name) else ALSO.get(name, name)
     if not registry.installed(name):

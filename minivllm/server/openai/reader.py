@@ -180,7 +180,8 @@ class Reader:
             self._whole[len(self._calls) - 1] = "".join(self._arguments)
 
     def _found(self, text: str, reason: str | None) -> list[Any]:
-        """Return the parts that the parser finds with new text."""
+        """Return the parts that the parser finds with new text.  If ``reason`` is not None, the answer ends, and what
+        the parser held back is included."""
         if self._parser is None:
             return [Said(text)] if text else []
         cut = getattr(self._parser, "cut", None) if reason == "length" else None

@@ -109,7 +109,8 @@ class Connection(Socket):
         await asyncio.gather(*answers, return_exceptions=True)
 
     async def receive(self, raw: str) -> None:
-        """Start or cancel the request of a message."""
+        """Start or cancel the request of a message.  An error is sent as its final message, or without an id if the id
+        is in use."""
         ident = None
         try:
             message = await self.service.bodies.parse(raw.encode("utf-8", "surrogatepass"), self.owner, "body")
@@ -188,7 +189,7 @@ class Connection(Socket):
         del self.running[ident]
 
     def _final_message(self, ident: str, request: SocketRequest, state: dict[str, Any]) -> JsonObject:
-        """Return the final message of a request whose work has ended."""
+        """Return the final message of a request whose work has ended: done, cancelled or an error."""
         if request.cancelled and request.work.cancelled():
             state["log"]["cancelled"] = True
             return {"type": "done", "id": ident, "cancelled": True}

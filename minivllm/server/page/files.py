@@ -101,7 +101,7 @@ class Page:
         return serve
 
     def _answer(self, scope: Any, path: str) -> Response:
-        """Return the response with a file, or 304 if the client has it."""
+        """Return the response with a file and its ETag, or 304 if the client has it."""
         file = self.files[path]
         headers = {**HEADERS, "ETag": file.tag}
         if path == "/":

@@ -187,7 +187,8 @@ class ReplicaClient(EngineClient):
     # ---- ends of engines -----------------------------------------------------------------------------------------
 
     def _move_requests(self, replica: Replica, why: str) -> None:
-        """Move the requests without a token of a replica whose engine has ended."""
+        """Move the requests without a token of a replica whose engine has ended to other replicas.  A request that has
+        moved too often fails."""
         orphans = replica.take_untouched()
         most = self._loaded.server.replica_retries
         kept = [orphan for orphan in orphans if orphan.stream.moves < most]
@@ -356,7 +357,8 @@ class ReplicaClient(EngineClient):
         return await asyncio.shield(change)
 
     async def _change(self, do: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Make a change in all replicas, and return the answer of the route."""
+        """Make a change in all replicas, and return the answer of the route.  Afterwards waiting requests are placed
+        again."""
         try:
             states, left_out = await self._weights.change(do, args)
         finally:

@@ -101,7 +101,7 @@ class Replica(ProcessClient):
 
     @property
     def condition(self) -> str:
-        """Return the state of the replica in a word."""
+        """Return the state of the replica in a word: starting, ended, outdated, draining or serving."""
         if self.restarting:
             return "starting"
         if self._gone:
@@ -269,7 +269,8 @@ class Replica(ProcessClient):
             self.drained = self._draining = False
 
     async def _exchange(self) -> None:
-        """End the engine, and start one with the present configuration."""
+        """End the engine, and start one with the present configuration.  If it does not start, it is ended and the
+        error raised."""
         self._closing = True
         async with self._ending:
             child = self._child

@@ -58,7 +58,8 @@ class Routing:
         self._router = self._class(self._options, ctx)
 
     def choose(self, request: RoutedRequest, loads: Sequence[ReplicaLoad]) -> int:
-        """Return the number of a replica in ``loads``, also if the router fails."""
+        """Return the number of a replica in ``loads``.  If the router fails or returns a wrong number, note that and
+        return the least loaded replica."""
         try:
             number = self._router.choose(request, list(loads))
         except Exception as exc:

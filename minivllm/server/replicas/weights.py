@@ -140,7 +140,8 @@ class ReplicatedWeights:
                 del errors[number]
 
     def _keep(self, change: Change, states: dict[int, Any]) -> None:
-        """Keep a change that replicas have made."""
+        """Keep a change that replicas have made, without earlier changes that it undoes, so that new engines can repeat
+        it."""
         newest = max(state["version"] for state in states.values())
         sleeps = [kept for kept in self.kept if kept.do == SLEEP]
         updates = [kept for kept in self.kept if kept.do == UPDATE]

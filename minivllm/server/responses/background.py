@@ -25,7 +25,7 @@ class Job:
         self.task = asyncio.create_task(self._run(answer, held, seconds))
 
     async def _run(self, answer: Answer, held: AsyncExitStack, seconds: float) -> None:
-        """Generate the response and store it, even if the generation fails."""
+        """Generate the response and store it, even if the generation fails or is cancelled.  Then log it."""
         work, start = self.work, time.monotonic()
         async with held:
             try:

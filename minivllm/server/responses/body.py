@@ -197,7 +197,7 @@ def _text(parsed: ParsedRequest) -> JsonObject:
 
 
 def _reasoning(parsed: ParsedRequest) -> JsonObject:
-    """Return the fields of the chat for ``reasoning``."""
+    """Return the fields of the chat for ``reasoning``: its effort.  Other keys add a warning."""
     keys = ("effort", "summary", "generate_summary", "context", "mode")
     reasoning = _object(parsed.body, "reasoning", keys)
     for key in keys[1:]:

@@ -56,7 +56,8 @@ class ItemConversation:
             self._instructions.append(instructions)
 
     async def extend(self, items: Sequence[JsonObject], at: str, slices: Slices) -> None:
-        """Add items.  ``at`` is the name of their list for errors."""
+        """Add items to the conversation, and let other tasks run meanwhile.  ``at`` is the name of their list for
+        errors."""
         until = slices.begin()
         for number, item in enumerate(items):
             self._add(item, f"{at}[{number}]")

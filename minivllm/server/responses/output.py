@@ -61,7 +61,7 @@ class ResponseOutput:
             self._scored.extend(scored)
 
     def feed(self, parts: Iterable[Part]) -> Events:
-        """Yield the events of new parts."""
+        """Yield the events of new parts: text, reasoning, calls, or the end of the answer."""
         for part in parts:
             if isinstance(part, Said):
                 yield from self._say(part.text)
@@ -86,7 +86,7 @@ class ResponseOutput:
                 yield from self.close()
 
     def _say(self, text: str) -> Events:
-        """Yield the events of text for the user."""
+        """Yield the events of text for the user.  Whitespace is held back until the first text of a message follows."""
         if self._kind() != "message":
             self._blank += text
             if not self._blank.strip():
