@@ -186,13 +186,30 @@ def describe_step_error(exc: BaseException, parts: Mapping[str, Any]) -> str:
     the external plug-ins of the step, because their results may be the cause.
     """
     message = describe_error(exc)
+    names = _external_names(parts)
+    if not names or raised_at(exc):
+        return message
+    return f"{message}; parts that are not minivllm's own: {names}"
+
+
+def _external_names(parts: Mapping[str, Any]) -> str:
+    """Return the external plug-ins of ``parts`` (seam -> plug-in) with their files, "" if there are none."""
     names = []
     for seam, part in parts.items():
         if part.target.split(".")[0] != __package__:
             names.append(f"{seam} {brief(part.name)}{_file_of(part.target.partition(':')[0])}")
-    if not names or raised_at(exc):
-        return message
-    return f"{message}; parts that are not minivllm's own: {', '.join(names)}"
+    return ", ".join(names)
+
+
+def start_fault(exc: BaseException, parts: Mapping[str, Any]) -> PluginError | None:
+    """Return a PluginError for an unexpected exception at the start of an engine with ``parts`` (seam -> plug-in).
+
+    It names the external plug-in that raised the exception.  If there is none, it lists the external plug-ins, because
+    a wrong value of theirs may be the cause.  None for an engine without them, and for an error of minivllm.
+    """
+    if isinstance(exc, (MinivllmError, NotImplementedError)) or not _external_names(parts):
+        return part_fault(exc)
+    return part_fault(exc) or PluginError(f"the engine did not start: {describe_step_error(exc, parts)}")
 
 
 def part_fault(exc: BaseException) -> PluginError | None:

@@ -15,7 +15,7 @@ from minivllm.core.interfaces.finish import eos_within
 from minivllm.core.interfaces.grammar import GrammarContext
 from minivllm.core.timing import StartTimes
 from minivllm.device import early
-from minivllm.errors import ConfigError, describe_error, part_fault
+from minivllm.errors import ConfigError, describe_error, start_fault
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig, Loaded
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from minivllm.runtime.structured.service import Grammars, NoGrammars
     from minivllm.runtime.text.tokenizer import Tokenizer
 
+    Built = tuple[Engine, Resolved, Tokenizer | None]
+
 
 log = logging.getLogger("minivllm")
 
 
-def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, Tokenizer | None]:
+def build_engine(loaded: Loaded, live: bool = False) -> Built:
     """Choose the plug-ins, load the model and start the executor.  Return the engine, the choices and the tokenizer
     (None with ``skip_tokenizer_init``).
 
@@ -43,11 +45,12 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
     config = loaded.engine
     local = config.executor.name in ("auto", "local", "minivllm/local") and config.tensor_parallel_size == 1
     early.open_driver(config.device, context=local and "torch" not in sys.modules)
+    parts: dict[str, Part] = {}
     try:
         with times.of("engine"):
-            engine, resolved, tokenizer = _build(loaded, live, times)
+            engine, resolved, tokenizer = _build(loaded, live, times, parts)
     except Exception as exc:
-        fault = part_fault(exc)
+        fault = start_fault(exc, parts)
         if fault is not None:
             raise fault from exc
         raise
@@ -55,9 +58,9 @@ def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, 
     return engine, resolved, tokenizer
 
 
-def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resolved, Tokenizer | None]:
+def _build(loaded: Loaded, live: bool, times: StartTimes, chosen: dict[str, Part]) -> Built:
     """Build the engine and return what ``build_engine`` returns, but pass exceptions of plug-ins on.  ``times`` records
-    the seconds of each part of the start."""
+    the seconds of each part of the start.  The chosen plug-ins are added to ``chosen``, by their seams."""
     with times.of("imports"):
         from minivllm.core.engine.engine import Engine
         from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
@@ -70,6 +73,7 @@ def _build(loaded: Loaded, live: bool, times: StartTimes) -> tuple[Engine, Resol
         from minivllm.runtime.hooks.manager import HookManager
 
     resolved = choose_parts(loaded, times)
+    chosen.update(parts_by_seam(resolved))
     with times.of("tokenizer"):
         tokenizer, eos_ids = open_tokenizer(resolved)
     config = loaded.engine
@@ -126,6 +130,13 @@ def choose_parts(loaded: Loaded, times: StartTimes) -> Resolved:
         resolved = resolve(loaded.engine, Catalog.discover(), loaded.origins)
         times.include({"device": resolved.device.seconds})
     return resolved
+
+
+def parts_by_seam(resolved: Resolved) -> dict[str, Part]:
+    """Return all chosen plug-ins by the name of their seam, with a number for the second and later ones of a seam."""
+    lists = {"processor": resolved.wiring.processors, "strategy": resolved.strategies, "hooks": resolved.hooks}
+    several = {f"{seam} {n + 1}": part for seam, parts in lists.items() for n, part in enumerate(parts)}
+    return {**resolved.parts, **several}
 
 
 def start_executor(

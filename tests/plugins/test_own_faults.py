@@ -77,6 +77,12 @@ GIVES = [
     ("scheduler", "key", "return None", "key() gave None; expected numbers"),
     ("scheduler", "shape", "return None", "shape() gave None; expected a StepShape"),
     ("sampler", "bind", "return 3", "bind returned 3; expected a Row or None"),
+    (
+        "sampler",
+        "columns",
+        "return 5",
+        "the engine did not start: TypeError: 'int' object is not iterable; parts that are",
+    ),
     ("quantizer", "scheme", "return 3", "scheme() gave 3 for embed; expected a WeightScheme, or None"),
     ("attention", "layout", "return None", "layout() gave None; expected a KVLayout"),
     ("model_arch", "attention", "return [None]", "attention() gave [None]; expected an AttnSpec for each layer"),
