@@ -119,7 +119,7 @@ class Images:
             self._unlist(one)
 
     def _unlist(self, content: Content) -> None:
-        """Exclude a content from those that later requests get.  Rows that read its features still can."""
+        """Leave this content to its present rows, so that later requests with the same image do not use it."""
         if not content.listed:
             return
         content.listed = False
@@ -181,7 +181,7 @@ class Images:
                 self._free(one)
 
     def _wake(self, content: Content) -> Content:
-        """Remove a content from those that no running row needs, and return it."""
+        """Remove an image content from the cache of those that no running row needs, and return it."""
         del self.idle[content.number]
         self.idle_bytes -= content.size
         return content

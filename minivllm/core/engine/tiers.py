@@ -158,7 +158,7 @@ class Tiers:
         images: Sequence[PlacedImage] = (),
     ) -> list[bytes]:
         """Append the digests of further blocks of ``tokens`` to ``keys``, up to ``blocks`` blocks, and return ``keys``.
-        It begins with the digests of the first blocks.
+        It must begin with the digests of the first blocks.
 
         ``images`` are the images among the tokens.  The numbers of their contents in ``tokens`` are those of this
         engine only, so the digests of the pixels enter the keys in place of the numbers."""

@@ -136,7 +136,7 @@ class ImageWiring:
 
 @dataclass(frozen=True)
 class ParallelWiring:
-    """The place of a process in a tensor-parallel group."""
+    """The size of a tensor-parallel group of processes, and the number (rank) of this process in it."""
 
     tensor_parallel_size: int = 1  # number of processes among which the model is split
     rank: int = 0  # number of this process, from 0
@@ -251,8 +251,8 @@ class Executor(ABC):
     # The clock of the engine in seconds, for policies and requests.  None means time.monotonic.  A
     # simulator sets it to its simulated time.
     now: Callable[[], float] | None = None
-    # whether the verb "weights" accepts ``tensors``, pairs of a name and a tensor, as no other verb does.  If not, the
-    # frontend writes them to a folder that the workers read.
+    # Whether ``call("weights", ...)`` accepts ``tensors``, pairs of a name and a tensor, although other arguments are
+    # JSON.  If not, the frontend writes the tensors to a folder that the workers read.
     takes_tensors = False
 
     def __init__(self, options: Any = None) -> None:

@@ -46,7 +46,8 @@ class ChannelReply:
         self._notable = re.compile(f"[\udc80-\udcff{firsts}]")
 
     def feed(self, text: str, final: bool = False) -> Sequence[Part]:
-        """Return the parts that are certain after new text.  ``final`` ends the answer."""
+        """Return the parts of the answer (content, reasoning, calls) that are certain after new text.  ``final`` ends
+        the answer."""
         if not final and not self._buffer and self._header is None and not self._notable.search(text):
             part = self._plain(text)
             if part is not None:

@@ -50,7 +50,9 @@ class Reply(Protocol):
     """The parser of one answer."""
 
     def feed(self, text: str, final: bool = False) -> Sequence[Part]:
-        """Return the parts that are certain after new text.  ``final`` ends the answer and returns all of the rest."""
+        """Return the parts of the answer (content, reasoning, calls) that are certain after new text.
+
+        ``final`` ends the answer and returns all of the rest."""
 
     def cut(self) -> Sequence[Part]:
         """Return the rest of an answer that the length limit has cut, without an incomplete call.

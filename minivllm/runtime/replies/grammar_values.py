@@ -162,7 +162,7 @@ class Arguments:
         for inner in choices.schemas:
             self._add_other(inner, bodies, pieces)
         if not bodies and not pieces:
-            raise Inexpressible("listed strings, none of which can stand between its tags")
+            raise Inexpressible("listed strings, none of which can stand between the tags of an argument")
         found = [joined(name, *after) for name in pieces]
         if bodies:
             found.append(self._ended(either(bodies), after))

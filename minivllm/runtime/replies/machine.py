@@ -74,7 +74,8 @@ class DescribedReply:
             self._out.begin_thought()
 
     def feed(self, text: str, final: bool = False) -> Sequence[Part]:
-        """Return the parts that are certain after new text.  ``final`` ends the answer."""
+        """Return the parts of the answer (content, reasoning, calls) that are certain after new text.  ``final`` ends
+        the answer."""
         if not final and not self._buffer:
             if not text:
                 return ()

@@ -23,7 +23,7 @@ class Output:
         self.has_content = False
 
     def take(self) -> list[Part]:
-        """Return the parts since the last call."""
+        """Return the parts of the answer that were added since the last call of this method."""
         parts = self.parts
         self.parts = []
         return parts

@@ -233,7 +233,8 @@ class FormatPlan:
         return [CallCandidate(form, lead, (*head, SPACE, OBJECT_AHEAD), then)]
 
     def _first_pair(self, calls: Calls) -> Element:
-        """Return the element for the tags that may follow the head of a call with tagged arguments."""
+        """Return the element (syntax) for the tags that may follow the head of a call whose arguments stand between
+        tags."""
         before = calls.pairs.before if calls.pairs is not None else ""
         return Followed(Literal(tuple(self._first_tags(before, calls.tail, calls.close))))
 

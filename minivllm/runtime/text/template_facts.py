@@ -176,7 +176,7 @@ class _Uses:
         return any(one.name in names and fields & self._fields(one.node) for one in filters)
 
     def content(self) -> str:
-        """Return the form in which the content of a message is read."""
+        """Return the form in which the content of a message is read: TEXT, PARTS (a list), or EITHER."""
         if not (self._loops_over_parts() or self._indexes_parts() or self._filtered({CONTENT}, OF_PARTS)):
             return TEXT
         return EITHER if self._tested(CONTENT, "string") else PARTS

@@ -172,7 +172,7 @@ class ScoredTexts(PooledTexts):
         self.options = EmbedFields.of(body, places=places)
 
     def _places(self, pairs: int) -> list[str]:
-        """Return the place in the body at which each prompt first occurs, such as "documents[3]"."""
+        """Return for each prompt the place in the body at which it first occurs, such as "documents[3]"."""
         places: dict[int, str] = {}
         for number, index in enumerate(self.index):
             name = "text_1" if number < pairs else "text_2"

@@ -80,7 +80,7 @@ def engine(made: Engine, loop_tables: Mapping[str, int], accepted: int, trim: bo
     }
     counts = {"accepted": accepted, "finished": made.finished}
     resident = None
-    with contextlib.suppress(NotImplementedError, EngineDeadError):  # some executors do not implement the verb
+    with contextlib.suppress(NotImplementedError, EngineDeadError):  # some executors do not implement this call
         resident = made.call("kv_resident")
     memory = {"kv_resident_bytes": resident, "grammar_bytes": getattr(made.grammars, "bytes", 0)}
     return {

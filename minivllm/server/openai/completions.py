@@ -100,7 +100,8 @@ class Completion(Work):
         return self._answer("cmpl", "text_completion", streams, hidden=self.only_scores)
 
     def _shorter(self, text: str) -> str:
-        """Return the part of a text that truncation may keep."""
+        """Return the part of a text that truncation may keep, as many characters as the context can hold, or the whole
+        text without truncation."""
         return text if self.kept is None else self.service.tokens.shorten(text, self.body.truncation_side)
 
     async def _encoded(self) -> list[Ids]:

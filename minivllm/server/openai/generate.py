@@ -589,7 +589,8 @@ async def _begin(written: AsyncIterator[bytes]) -> list[bytes]:
 
 
 async def _resumed(begun: list[bytes], rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the pieces that have been taken, then the others."""
+    """Yield the pieces ``begun``, which were taken from an iterator before, then the pieces ``rest`` that are left in
+    it."""
     for piece in begun:
         yield piece
     async for piece in rest:

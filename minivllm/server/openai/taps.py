@@ -114,7 +114,7 @@ def _finite(number: Any) -> bool:
 
 
 def _vector(at: str, name: Any, server: ServerConfig) -> np.ndarray:
-    """Return the vector of a name in the server's ``steering_dir``.  ``at`` is its place in the body for errors."""
+    """Return the vector with a name in the server's ``steering_dir``.  ``at`` is its place in the body for errors."""
     if server.steering_dir is None:
         raise ApiError(400, f"{at}: this server has no vectors; start it with --steering-dir", "taps")
     if not isinstance(name, str) or not _NAME.fullmatch(name):

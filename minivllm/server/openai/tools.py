@@ -103,8 +103,8 @@ class Tools:
 
         ``mode`` is AUTO, FORCED or ANSWER; in the latter, the answer may also be JSON of the schema ``answer``.
 
-        ApiError (400) if a strict schema cannot be expressed in the format of the model's calls and the answer may be
-        text."""
+        ApiError (400) in the mode AUTO, else Inexpressible, if a strict schema cannot be expressed in the format of the
+        model's calls."""
         named = self.choice == "named"
         listed = [self._of(self.function)] if named else [tool["function"] for tool in self.listed]
         _measure(listed)

@@ -29,8 +29,8 @@ class Work:
     ``_set_params`` once each, after this constructor.  ``events`` and ``written`` write the answer in the form of
     OpenAI's API; the class of another protocol overrides them.
 
-    ``one_choice`` means that an answer of the protocol has one choice, and ``unserved`` names the fields whose results
-    it has no place for."""
+    ``one_choice`` means that an answer of the protocol has one choice.  ``unserved`` names the fields whose results
+    have no place in an answer of the protocol."""
 
     stream_type: type[EventStream] = EventStream
     media_type = "application/json"

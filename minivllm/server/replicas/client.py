@@ -323,7 +323,7 @@ class ReplicaClient(EngineClient):
     async def load_adapter(self, adapter: LoRARequest) -> None:
         """Load an adapter in all replicas.  A replica that does not answer loads it with its first request.
 
-        If a replica refuses it, the others unload it, and the error of that replica is raised.  EngineDeadError if no
+        If a replica refuses it, all replicas unload it, and the error of that replica is raised.  EngineDeadError if no
         replica answers."""
         loads = (one.load_adapter(adapter) for one in self.replicas if one.accepts)
         ended = await asyncio.gather(*loads, return_exceptions=True)
