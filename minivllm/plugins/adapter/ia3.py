@@ -13,7 +13,8 @@ from .peft_targets import read_targets
 if TYPE_CHECKING:
     from .ia3_memory import IA3Memory
 
-# fields that need not be read: the shape of a tensor in the file shows whether it has factors of inputs or of outputs
+# fields of adapter_config.json that need not be read: the shape of a tensor shows whether it has factors of inputs or
+# of outputs
 FIELDS = ("feedforward_modules", "init_ia3_weights", *LAYERS)
 
 

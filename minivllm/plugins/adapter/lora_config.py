@@ -19,7 +19,7 @@ from .peft_targets import Targets, read_targets
 
 MOST_PATTERNS, MOST_PATTERN = 4096, 256  # largest number of patterns in a field, and of characters in a pattern
 MOST_REPEATS = 3  # largest number of the operators * and + in a pattern
-# fields that are read, or do not change the result of the weights in the file
+# fields of adapter_config.json that are read, or that do not change the result of the stored weights
 FIELDS = {
     "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",
     "corda_config", "ensure_weight_tying", "eva_config", "layers_pattern",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.quantizer import ModuleInfo
 
 NAME = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
-# other tensors of an adapter -> the field of adapter_config.json to which they belong
+# part of the name of a tensor that is not supported -> the field of adapter_config.json, or the feature, that causes it
 OTHERS = {
     "lora_embedding_": "trained embeddings",
     "lora_magnitude_vector": "use_dora=true",

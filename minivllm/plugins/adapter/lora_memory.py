@@ -53,7 +53,7 @@ class Ahead(NamedTuple):
 
     of: LinearAdapter
     x: Tensor  # the input of the layer [T, in]
-    inner: Tensor  # f32 [splits, parts, T, rank]
+    inner: Tensor  # f32 [splits, parts, T, rank] the products of x and A; the sum over the splits is complete
 
 
 class LinearAdapter:

@@ -9,11 +9,12 @@ from typing import Any
 from minivllm.core.interfaces.adapter import adapter_refusal
 from minivllm.errors import brief, shown
 
-# fields that describe a folder and have no effect
+# fields of adapter_config.json that only describe the adapter and have no effect
 DESCRIPTIVE = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "task_type",
 }  # fmt: skip
-# fields that choose modules (``peft_targets``), and one that need not be read: shapes show the order of dimensions
+# fields of adapter_config.json that choose modules (``peft_targets``), and one that need not be read, because shapes show
+# the order of dimensions
 LAYERS = ("exclude_modules", "fan_in_fan_out", "target_modules")
 MERGE = "merge the adapter into the weights"
 

@@ -195,7 +195,7 @@ class LoraProduct:
         _, self.parts, self.rank, self.inputs = a.shape
         self.width = triton.next_power_of_2(self.rank)
         self.starts = tuple(starts)
-        self.gates = self.starts == (0, b.shape[1] // 2)  # ``gated`` may be called
+        self.gates = self.starts == (0, b.shape[1] // 2)  # whether it has two parts of equal size (gate, up)
         self.precision = "ieee" if a.dtype == torch.float32 else "tf32"
         bounds = [*starts, b.shape[1]]
         self.unit = 16 if all(bound % 16 == 0 for bound in bounds) else 1

@@ -187,7 +187,7 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttnS
 
 
 def attend_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttnSpec) -> Tensor:
-    """Compute attention of several queries per row.
+    """Compute attention of several queries per row, with a mask that is added to the scores, or causally without one.
 
     KV heads are repeated, because the fused kernels for CPUs and float32 do not support grouped queries.
     """

@@ -120,7 +120,8 @@ FLASH_ATTN_LIMITS = {
     "dim_v": {64, 96, 128, 192, 256},
     "queries_per_kv": UP_TO_16,
     "kv_format": HALF_FORMATS,
-    "block": {16, 32, 256},  # excludes all key tiles of kernels, which read such blocks past the end
+    # excludes block sizes that equal a key tile of the kernels, which read beyond the end of such blocks
+    "block": {16, 32, 256},
 }
 FLASH_ATTN = Spec(
     impl="minivllm.plugins.attention.flash_attn:FlashAttn",

@@ -213,8 +213,8 @@ class Triton(AttentionBackend):
         if spec in self.unfit or self._ahead(meta, layer.group, q.device) is not None:
             return None
         if copied and spec.window is not None:
-            # the copy begins at a multiple of the key tile of ``triton_prefill``, and the Hopper kernel has another
-            # tile size
+            # the copy begins at a multiple of the key tile of ``triton_prefill``, which differs from the key tile of
+            # the Hopper kernel
             return None
         stored = q.dtype if copied else layer.cache["k"].dtype
         names = [str(dtype).removeprefix("torch.") for dtype in (q.dtype, stored)]

@@ -12,8 +12,11 @@ PAIRS = 1 << 27  # pairs of keys whose similarity is computed at once
 
 
 def last_attention(stored: StoredTokens, queries: Tensor) -> Tensor:
-    """Return the attention probabilities f32 [kv_heads, group, w, n] of ``queries`` [w, heads, dim_qk] of the last w
-    tokens over the stored tokens.  ``group`` is the number of query heads of a KV head."""
+    """Return the attention probabilities f32 [kv_heads, group, w, n] of the last w tokens over the n stored tokens.
+
+    ``queries`` [w, heads, dim_qk] are those of the last w tokens, each of which attends to no later token.  ``group``
+    is the number of query heads of a KV head.
+    """
     n, kv_heads, dim = stored.keys.shape
     w = len(queries)
     scaled = (queries.float() * stored.scale).to(stored.keys.dtype)

@@ -22,7 +22,7 @@ from .mtp import MTP
 IDS = "eagle_aux_hidden_state_layer_ids"
 # Settings of config.json that must be true, because other values are not implemented.
 NEEDED = ("use_aux_hidden_state", "use_last_layernorm", "use_input_layernorm_in_first_layer")
-LAYERS = ("midlayer.", "layers.0.")  # prefixes that the names of the layer's tensors may have
+LAYERS = ("midlayer.", "layers.0.")  # prefixes that the tensors of the head's only layer may have
 SOURCES = {"hidden_norm": "hidden_norm", "input_layernorm": "layers.0.norm1"}
 
 

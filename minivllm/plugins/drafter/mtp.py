@@ -83,7 +83,7 @@ class PredictionArch(ModelArch):
         mine += [Rule(ROOT + source, module) for source, module in OWN.items()]
         # Names of the model's tensors that the head uses too.
         others = [replace(rule, module=None) for rule in self.target.weights(self.target_cfg)]
-        # Some checkpoints contain a second copy of these tensors, which is ignored.
+        # Some checkpoints contain a second copy of the embedding and of the output head, which is ignored.
         return [*mine, Rule(ROOT + "embed_tokens", None), Rule(ROOT + "lm_head", None), *others]
 
 

@@ -29,9 +29,10 @@ from minivllm.core.interfaces.evictor import EvictorContext
 from .leaves import Ghosts, LeafBlock, Leaves
 
 CLASSES = 4
-# The estimated chance of a class is averaged with that of all classes, which has the weight of so many releases.
+# The estimated chance that a block of a class is used again is averaged with that of all classes, which has the weight
+# of so many releases.
 PRIOR = 20.0
-LEAST = 1e-3  # least estimated chance, because a class that was never used again may be used later
+LEAST = 1e-3  # least estimated chance, because blocks of a class that were never used again may be used later
 
 
 class CostAware(Leaves):
@@ -44,7 +45,8 @@ class CostAware(Leaves):
         self.ghosts = Ghosts(int(options.ghosts * ctx.capacity))  # evicted keys, each with hits x CLASSES + class
         self.rests = [0] * CLASSES
         self.reused = [0] * CLASSES
-        self.bonus = [0.0] * CLASSES  # logarithm of the chance of each class, expressed as a number of releases
+        # logarithm of each class's chance of another use, expressed as a number of releases
+        self.bonus = [0.0] * CLASSES
 
     def chance(self, group: int) -> float:
         """Return the estimated probability, from ``LEAST`` to 1, that a block which is released with this class is used

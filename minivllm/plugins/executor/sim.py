@@ -127,7 +127,7 @@ class Sim(Executor):
                 drafts = wiring.speculation.num_speculative_tokens
                 self.states = SimStates(s, checkpoints, drafts)
         else:
-            # without the check a block has no content, and a page has 8 bytes
+            # unless contents are checked, a block has no content, and a page has 8 bytes
             kv = [np.zeros((n, 1), np.uint64) for n in blocks]
         self.mover = sim_mover(wiring, kv, self.states, self.threaded)
         self._started = True

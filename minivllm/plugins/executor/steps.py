@@ -31,7 +31,7 @@ NAMES = tuple(StepPlan.__dataclass_fields__)
 # Function that returns the fields of a plan that ``StepPlan.further`` hands on unchanged.
 _kept = itemgetter(*(name for name in NAMES if name not in ("id", "computed", "delta")))
 _changes = itemgetter(*(name for name in Delta.__dataclass_fields__ if name not in ("join", "table", "trim")))
-WIDTH = 4  # columns of ``Delta.table`` and ``.trim``
+WIDTH = 4  # number of columns of ``Delta.table`` and ``.trim``
 NO_TABLE, NO_DRAFTS, NO_TAPS = np.empty((0, WIDTH), I4), np.empty(0, I4), np.empty(0, F4)
 
 

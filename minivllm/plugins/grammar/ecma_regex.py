@@ -402,7 +402,11 @@ def _bound(node: Node, left: bool, right: bool, around: Node) -> Node:
 
 
 def _edge(parts: list[Node], anchor: _Anchor, around: Node) -> list[Node]:
-    """Return the parts of a sequence whose first part is at an edge of the text, with their anchor applied."""
+    """Return the parts of a sequence that begins at an edge of the text, without its anchors there.
+
+    A sequence without an anchor gets ``around`` in front.  If the first part is a group with anchors, they are resolved
+    in the group instead.  For the end of the text, the parts are passed in reverse.
+    """
     if parts and parts[0] is anchor:
         while parts and parts[0] is anchor:
             parts = parts[1:]

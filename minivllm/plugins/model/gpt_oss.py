@@ -34,7 +34,7 @@ class GptOss(ModelArch):
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
         router = Router(CHOSEN_SOFTMAX, bias=True)
-        # both numbers are constants in transformers before 5.18
+        # limit and alpha are constants in transformers before 5.18, and fields of the configuration from then on
         limit = getattr(cfg, "swiglu_limit", 7.0)
         alpha = getattr(cfg, "swiglu_alpha", 1.702)
         width = cfg.intermediate_size

@@ -36,6 +36,6 @@ class Ministral3(Mistral):
 
     def rope(self, cfg: Any, layer: int) -> Rope:
         """Return the rotary embedding with the growth of queries (``Rope.query_growth``)."""
-        # transformers does not read the longest position in this table
+        # transformers does not read ``max_position_embeddings`` in the table of rope parameters
         rope = fields.rope(cfg, ignored=(fields.BETA, "max_position_embeddings"))
         return replace(rope, query_growth=fields.query_growth(cfg))

@@ -184,7 +184,8 @@ class PackedWeight(WeightScheme):
     """
 
     cuts_parts = True  # a tensor with several parts is loaded as a whole, once for each part
-    # the same for a tensor whose outputs are ordered by groups, so that the rows of a part are not consecutive
+    # a tensor whose outputs are ordered by groups, so that the rows of a part are not consecutive, is also loaded as a
+    # whole for each part
     cuts_groups = True
 
     info: ModuleInfo

@@ -16,7 +16,7 @@ from minivllm.device.layers.stored_product import StoredProduct, stored_product,
 from minivllm.errors import ModelError
 
 AT_ONCE = {"cpu": 1 << 19}  # elements that are converted at a time, which a CPU's caches can hold
-AT_ONCE_ELSEWHERE = 1 << 21  # 2 Mi elements, which take 8 MiB in float32
+AT_ONCE_ELSEWHERE = 1 << 21  # elements that are converted at a time on other devices: 8 MiB in float32
 
 
 class WholeWeight(WeightScheme):

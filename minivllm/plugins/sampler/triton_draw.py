@@ -136,7 +136,7 @@ def _pick(
             value = tl.load(logits + row.to(tl.int64) * stride + token).to(tl.float32)
             tl.store(known + row * 8 + 4, value)
             after = tl.where((p >= 1) & ((value - best) * inv >= floor), DONE, OPEN)
-        # no token can be drawn from such a row, and the engine ends it
+        # no token can be drawn from a row whose largest logit is infinite, so the engine ends it
         bad = (best == float("inf")) | (best == float("-inf"))
         tl.store(tokens + row, token.to(tl.int64))
         tl.store(state + row, tl.where(bad, DONE, after))
