@@ -36,7 +36,8 @@ FEW = 4  # up to this number of tokens each (token, expert) pair reads the weigh
 # up to this number of (token, expert) pairs, the blocks of a grouped product find their pairs without ``assign``
 MOST_PAIRS = 128
 OAI = 5  # number by which kernels are told the activation "swiglu_oai", a function of both gate and up
-# Most pairs of an expert; then BM, BN, BK for elements of 2 bytes, stages and warps of ``up`` and of ``down``.
+# each line: most (token, expert) pairs of an expert; then for ``up`` and ``down`` BM, BN, BK for elements of 2 bytes,
+# stages and warps
 TILES = (
     (12, (16, 64, 128, 2, 4), (16, 64, 128, 3, 4)),
     (32, (32, 128, 128, 3, 8), (32, 64, 128, 3, 4)),

@@ -25,8 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .activation import NUMBER, activate
 from .launch import kernel, pdl, roomy, wait
 
-# largest number of rows for which this product is faster than the library's product with two kernels (measured on an
-# H200)
+# largest number of rows for which these kernels are faster than a library's product and a second kernel for the
+# epilogue (measured on an H200)
 MOST_ROWS = 64
 # largest number of elements of a weight for which these kernels are also used for the rows in MANY_ROWS
 SMALL = 1 << 23

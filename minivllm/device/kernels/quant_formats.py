@@ -157,7 +157,7 @@ def number_of(moved):
 @triton.jit
 def word_numbers(raw):
     """Return 128 + (128 + q) / 2 of the four int8 of an int32."""
-    raw = raw ^ -0x7F7F7F80  # 128 + q of each byte
+    raw = raw ^ -0x7F7F7F80  # each byte becomes 128 + q
     return number_of(raw << 15), number_of(raw << 7), number_of(raw >> 1), number_of(raw >> 9)
 
 

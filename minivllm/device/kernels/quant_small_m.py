@@ -381,9 +381,10 @@ def small_m_rows(product: EpilogueProduct) -> int:
 def small_m(
     product: EpilogueProduct, x: Tensor, around: Around, arrived: Tensor, tile: dict[str, int] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute a product with its epilogue for x [1 to 8, K], K a multiple of the batch or of the tile's BK.
+    """Compute a product with its epilogue for x [m, K], where m is at most ``small_m_rows``.
 
-    ``arrived`` i32 has a counter for every 16 outputs, zero before and after the call.
+    ``arrived`` i32 has a counter for every 16 outputs, zero before and after the call.  ``tile`` has sizes of the
+    kernel; None means those that were measured as fast.
     """
     if len(x) > ROWS:
         raise ValueError(f"{len(x)} rows: expected 1 to {ROWS}")

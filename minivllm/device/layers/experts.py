@@ -166,8 +166,11 @@ class Mixture(NormFusing):
             self.taps = None
 
     def choose(self, h: Normed, tap: LayerTaps | None = None) -> tuple[Tensor, Tensor]:
-        """Choose k experts for each token of ``h``: weights f32 [T, k] and ids i32 [T, k].  ``tap`` reads or replaces
-        the logits and ids, as in a call."""
+        """Choose k experts for each token of ``h``: weights f32 [T, k] and ids i32 [T, k].
+
+        ``tap`` may record or change the logits of the router, set the experts if there is no router hook, and record
+        their ids.  The hook replaces weights and ids.
+        """
         logits = self.logits(h)
         given = None
         tap = tap or self.taps

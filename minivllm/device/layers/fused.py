@@ -194,7 +194,11 @@ class GatedLinear(_Pair):
         return self.gate_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)
 
     def _with_adapters(self, h: Normed) -> Tensor | None:
-        """Return the result of a call if the kernel of the gate adds the products of the step's adapters, else None."""
+        """Return activation(gate) * up, if one kernel after the product adds those of the step's adapters and applies
+        the gate.
+
+        Return None if there is no such kernel.
+        """
         linear, follower = self.linear, self.follower
         if isinstance(h.x, Rounded) or linear.bias is not None or linear.reduce or not self.divides:
             return None

@@ -20,13 +20,13 @@ from . import Fields
 from .plain_config import FIELDS, ROPE, PlainConfig
 from .text_model import MARK, NESTED, nested_parts
 
-BY_ENGINE = {  # keys of any config.json, and the reader of each
+BY_ENGINE = {  # keys of config.json that are read for every architecture -> by what
     "architectures": "chooses the plug-in", "model_type": "chooses the plug-in", "dtype": "read by the engine",
     "torch_dtype": "read by the engine", "quantization_config": "read by the quantizer",
     "compression_config": "read by the quantizer", "max_position_embeddings": "the engine's limit of a sequence",
     "eos_token_id": "read by the engine",
 }  # fmt: skip
-UNREAD = {  # unused keys -> reason
+UNREAD = {  # keys that are never read -> reason
     "transformers_version": "a note", "name_or_path": "a note", "_name_or_path": "a note",
     "bos_token_id": "the tokenizer has its own", "pad_token_id": "there is no padding",
     "sep_token_id": "of training", "initializer_range": "of training", "gradient_checkpointing": "of training",
@@ -37,7 +37,7 @@ UNREAD = {  # unused keys -> reason
     "label2id": "of classifiers", "is_encoder_decoder": "only decoders are served",
     "chunk_size_feed_forward": "it saves memory only",
 }  # fmt: skip
-# fields of a class with ``rope_parameters``
+# older rotary fields, known for a configuration class with ``rope_parameters``
 OLDER = {*ROPE, "partial_rotary_factor", "original_max_position_embeddings"}
 CHECKED = {"is_causal", "per_layer_config", "use_bidirectional_attention", "use_mrope"}  # by ``device.layers.fields``
 
