@@ -248,7 +248,7 @@ class LoadOperations:
         return self.total * sum(widths) * self.item
 
     def embedding(self) -> list[Operation]:
-        """Return the lookup of the tokens' embeddings."""
+        """Return one operation to measure: the lookup of the tokens' embeddings."""
         width = self.model.spec.hidden
         ids = self.read.ids
         embed = self.model.embed
@@ -261,7 +261,7 @@ class LoadOperations:
         return [self._op("embedding", partial(embed, ids), size, 0.0, lambda: [torch_call])]
 
     def layers(self) -> list[Operation]:
-        """Return the operations of all layers."""
+        """Return the operations of all layers: matrix products, attention and experts."""
         out = []
         for i, block in enumerate(self.model.blocks):
             qkv = partial(block.qkv, Normed(self.x))
@@ -282,7 +282,7 @@ class LoadOperations:
         then: Callable[[Tensor], Any] | None = None,
         more: int = 0,
     ) -> Operation:
-        """Return a matrix product.
+        """Return the operation of a matrix product, which may include the activation or norms that follow.
 
         ``outputs`` is the number of columns of the result, if not that of the product.  ``more`` is the number of other
         columns that the call moves.  ``then`` is applied to torch's product.
@@ -297,7 +297,7 @@ class LoadOperations:
         return self._op(name, call, size, flops, reference)
 
     def _joined(self, name: str, join: Any, linear: Any, x: Tensor) -> Operation:
-        """Return a matrix product, its addition to the residual stream, and the norms of the output and of the sum."""
+        """Return one operation: a matrix product, its addition to the residual stream, and norms of output and sum."""
         before = join.before if hasattr(join, "before") else join.norm
         norms = [getattr(join, "after", None), before]
         if any(norm is not None for norm in norms):
@@ -308,7 +308,10 @@ class LoadOperations:
         return self._product(name, linear, call, x, 0, then, width)
 
     def _out(self, block: Any) -> Operation:
-        """Return the output projection of attention."""
+        """Return the operation of attention's output projection.
+
+        Unless attention and the MLP are parallel, it includes the addition to the residual stream and the norm.
+        """
         linear = block.out if block.parallel else block.o.linear
         x = self._operand(self.total, linear.info.in_features)
         if block.parallel:
@@ -316,7 +319,7 @@ class LoadOperations:
         return self._joined("attention out", block.o, linear, x)
 
     def _mlp(self, block: Any, mlp: Any) -> list[Operation]:
-        """Return the operations of an MLP or of experts."""
+        """Return the two operations of an MLP (up with activation, and down), or the single one of experts."""
         h = Normed(self.x)
         if block.experts is not None:
             return [self._experts(block, h, mlp)]
@@ -336,7 +339,7 @@ class LoadOperations:
         return [first, second]
 
     def _experts(self, block: Any, h: Normed, spec: Any) -> Operation:
-        """Return the experts of a layer.
+        """Return the operation that computes the experts of a layer.
 
         The bytes are those of the experts that at least one token uses, on average, if the router chooses at random.
         """
@@ -358,7 +361,7 @@ class LoadOperations:
         return self._op("experts", call, size, flops, list)
 
     def _attention(self, block: Any) -> list[Operation]:
-        """Return attention, and the rotation of q and k with the write of k and v to the cache."""
+        """Return two operations: the rotation of q and k with the write of k and v to the cache, and attention."""
         layer = block.attn.layer
         meta = self.read.meta
         spec: AttnSpec = layer.spec
@@ -379,7 +382,7 @@ class LoadOperations:
         return [self._write(layer, block.pre, token_bytes), attention]
 
     def _write(self, layer: Any, pre: Any, token_bytes: float) -> Operation:
-        """Return the rotation of q and k with the write of k and v, ``token_bytes`` per token, to the cache."""
+        """Return the operation that rotates q and k and writes k and v, ``token_bytes`` per token, to the cache."""
         spec: AttnSpec = layer.spec
         meta = self.read.meta
         shapes = ((spec.heads, spec.dim_qk), (spec.kv_heads, spec.dim_qk), (spec.kv_heads, spec.dim_v))
@@ -404,7 +407,7 @@ class LoadOperations:
         return self.rows * pairs, self.rows * float(read)
 
     def head(self) -> list[Operation]:
-        """Return the logits of the last token of each row, and the draws from them."""
+        """Return three operations: the logits of each row's last token, a greedy draw, and a draw at temperature 1."""
         vocab = self.bench.worker.vocab_size
         hidden = self.x[: self.rows]
         width = hidden.shape[1]
@@ -417,7 +420,7 @@ class LoadOperations:
         return [head, self._draw(0.0), self._draw(1.0)]
 
     def _draw(self, temperature: float) -> Operation:
-        """Return a draw by the engine's sampler from random logits."""
+        """Return the operation of a draw by the engine's sampler, one token per row, from random logits."""
         runner = self.bench.runner
         state = self.bench.state
         n = self.rows
@@ -442,7 +445,10 @@ class LoadOperations:
         return self._op(name, call, logits.nbytes, 0.0, lambda: [torch_draw(logits)], of_step=False)
 
     def extras(self) -> list[Operation]:
-        """Return the norm and the gate, which steps of many tokens run as separate operations."""
+        """Return the operations of a norm (with the addition before it) and, for a gated MLP, of the gate.
+
+        Steps of many tokens run them separately from the matrix products.
+        """
         norm = self.model.norm
         torch_norm = textbook.normed(norm, self.dtype)
         call: Call = partial(norm, self.x, self.residual)

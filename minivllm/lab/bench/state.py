@@ -72,7 +72,7 @@ class MachineWatch:
         return self
 
     def _watch(self) -> None:
-        """Sample the clock until the context ends."""
+        """Read the GPU's clock frequency, power and limits at intervals, in a thread, until the context ends."""
         while not self._done.wait(LOOK):
             try:
                 self._samples.append(self.meter.look())  # type: ignore[union-attr]

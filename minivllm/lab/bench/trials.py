@@ -250,7 +250,12 @@ class Trials:
 
 
 def _engine_order(count: int, seeds: Sequence[int], in_turns: bool, apart: bool) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yield, for each engine in order, the index of its configuration and the seeds that run on it."""
+    """Yield, for each engine in order, the index of its configuration and the seeds that run on it.
+
+    Each of the ``count`` configurations has one engine for all seeds, or with ``apart`` one for each seed.  With
+    ``in_turns`` there is an engine for each seed and configuration; seeds come one after another, and each seed begins
+    with another configuration.
+    """
     if in_turns:
         for turn, seed in enumerate(seeds):
             for place in range(count):
