@@ -32,7 +32,7 @@ class AttentionApproximate:
         spec: Any
 
     def need_approximate(self) -> None:
-        """Skip the test unless the spec declares the trait."""
+        """Skip the test unless the spec declares that the back end is approximate."""
         if not self.spec.approximate:
             pytest.skip("not declared: approximate")
 

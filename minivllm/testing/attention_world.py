@@ -507,7 +507,9 @@ class World:
         return result
 
     def selected(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows) -> Sequence[Tensor | None]:
-        """Return the keys that an approximate back end selects for each row, bool [q_len, heads, kv_len].
+        """Return the keys to which each row attends, bool [q_len, heads, kv_len].
+
+        An approximate back end selects them; in a test with spans of images they follow from the spans.
 
         None in place of a row's mask means all visible keys: the back end is exact, or the result of the row does not
         count.

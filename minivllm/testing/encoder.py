@@ -344,8 +344,8 @@ class EncoderConformance(Lasting, SpecConformance):
         """Return log-probabilities [tokens, vocabulary] of an independent model for a prompt, or None.
 
         ``ids`` has the prompt's tokens, those of the images included, and ``prepared`` the values of the images.  By
-        default the features replace the embeddings of the image's tokens in a text model of transformers.  This needs
-        one position per token and one level of features.
+        default the features replace the embeddings of the image's tokens in a Llama of transformers.  The result is
+        None for other text models, for several positions per token, or for several levels of features.
         """
         facts = self.made().facts()
         if self.files().raw.get("model_type") != "llama" or facts.sections or facts.levels > 1 or facts.span:

@@ -265,7 +265,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
 
     @since(1, 0)
     def test_logprobs_come_if_they_are_asked_for(self) -> None:
-        """Check log-probabilities of the raw logits, row after row that draws; with ``topk=-1`` there are none."""
+        """Check the log-probabilities of the raw logits for each row that draws; with ``topk=-1`` there are none."""
         items = prompts(5, 9, 12)
         with self.started() as driver:
             for slot, prompt in enumerate(items):
