@@ -13,8 +13,8 @@ from .peft_targets import read_targets
 if TYPE_CHECKING:
     from .ia3_memory import IA3Memory
 
-# fields of adapter_config.json that need not be read: the shape of a tensor shows whether it has factors of inputs or
-# of outputs
+# fields of adapter_config.json that are known; ``read_targets`` reads those of LAYERS, and the shape of a tensor shows
+# whether it has factors of inputs or of outputs
 FIELDS = ("feedforward_modules", "init_ia3_weights", *LAYERS)
 
 

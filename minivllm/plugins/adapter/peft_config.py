@@ -13,8 +13,8 @@ from minivllm.errors import brief, shown
 DESCRIPTIVE = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "task_type",
 }  # fmt: skip
-# fields of adapter_config.json that choose modules (``peft_targets``), and one that need not be read, because shapes show
-# the order of dimensions
+# fields of adapter_config.json that choose modules (``peft_targets``), and one that need not be read, because shapes
+# show the order of dimensions
 LAYERS = ("exclude_modules", "fan_in_fan_out", "target_modules")
 MERGE = "merge the adapter into the weights"
 
