@@ -66,7 +66,7 @@ PAGES = {
     "options": 3,
     "sampling": 6,
     "python": 7,
-    "configuration": 12,
+    "configuration": 11,
     "structured": 2,
     "taps": 2,
     "expert-routes": 2,
