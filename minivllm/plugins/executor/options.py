@@ -15,19 +15,20 @@ class MultiprocessOptions(BaseModel):
         120.0,
         ge=1,
         le=86_400,
-        description="seconds in which no process goes on, after which the engine ends and says who is missing",
+        description="seconds without progress, after which the engine ends and names the missing processes",
     )
     start_timeout: float = Field(
         1800.0, ge=1, le=86_400, description="seconds that loading the model may take, and a call such as a profile"
     )
     checked: bool = Field(
         False,
-        description="compare, before each step, the plans, hidden states and columns of all processes; it costs a call "
-        "a step",
+        description="compare the plans, hidden states and columns of all processes before each step, which costs a "
+        "call between processes",
     )
     sums: Literal["auto", "nccl"] = Field(
         "auto",
-        description="what GPUs add by: `auto`, memory that all of them reach, where they do; `nccl`, the library alone",
+        description="way in which GPUs add: `auto` through memory that all of them reach, if there is any; `nccl` by "
+        "the library",
     )
 
 
@@ -61,33 +62,38 @@ class RayOptions(MultiprocessOptions):
 class SimOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    step_ms: float = Field(5.0, ge=0, le=60_000, description="milliseconds of a step, whatever is in it")
-    row_ms: float = Field(0.0, ge=0, le=60_000, description="and of each of its rows")
-    token_ms: float = Field(0.0, ge=0, le=60_000, description="and of each of its tokens")
+    step_ms: float = Field(5.0, ge=0, le=60_000, description="milliseconds of each step")
+    row_ms: float = Field(0.0, ge=0, le=60_000, description="further milliseconds for each row of a step")
+    token_ms: float = Field(0.0, ge=0, le=60_000, description="further milliseconds for each token of a step")
     sample_ms: float = Field(
-        0.0, ge=0, le=60_000, description="and of drawing, which begins when the masks of its rows are there"
+        0.0,
+        ge=0,
+        le=60_000,
+        description="milliseconds of drawing, which begins when the masks of the rows have arrived",
     )
     costs: str = Field(
         "",
-        description="file that `minivllm calibrate` wrote: steps take what they took on the device that it measured; "
-        "`step_ms`, `row_ms` and `token_ms` then count for nothing and may not be set",
+        description="file that `minivllm calibrate` wrote: steps take the time that they took on the measured device; "
+        "`step_ms`, `row_ms` and `token_ms` may then not be set",
     )
     clock: Literal["real", "virtual"] = Field(
         "real",
-        description="`real`: a result comes when its time has passed; `virtual`: at once, and the time is what "
-        "`device_ms` says",
+        description="`real`: a result comes when its time has passed; `virtual`: a result comes at once, and the "
+        "engine's clock advances by its time",
     )
-    vocab_size: int = Field(0, ge=0, le=2**31 - 1, description="tokens there are; 0: as many as the model has")
+    vocab_size: int = Field(
+        0, ge=0, le=2**31 - 1, description="number of tokens of the vocabulary; 0: as many as the model has"
+    )
     answer_tokens: int = Field(
         0,
         ge=0,
         le=1_000_000,
-        description="an end-of-sequence token comes after so many tokens in the mean; 0: as often as any other token",
+        description="mean number of tokens before an end-of-sequence token; 0: it is as likely as any other token",
     )
-    drafts_accepted: float = Field(0.7, ge=0, le=1, description="share of a drafter's tokens that hold")
+    drafts_accepted: float = Field(0.7, ge=0, le=1, description="share of a drafter's tokens that are accepted")
     check: bool = Field(
         False,
-        description="each KV slot that a row reads must hold what that row wrote there; a step takes longer for it",
+        description="check that each KV slot that a row reads has the tokens of this row, which makes steps slower",
     )
 
     @model_validator(mode="after")
