@@ -72,7 +72,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class Lookahead:
     """A pattern that must match at this place, without consuming text."""
 
     pattern: re.Pattern[str]
@@ -105,7 +105,7 @@ KEY = Word(re.compile(r"[^<>\n\udc80-\udcff]{1,256}"), re.compile(r"[^<>\n\udc80
 ID = Word(re.compile(r"[A-Za-z0-9_-]{1,64}"), re.compile(r"[A-Za-z0-9_-]{0,64}"))
 WORDS = {"name": NAME, "key": KEY, "id": ID}
 SPACE = Whitespace()
-OBJECT_AHEAD = Ahead(re.compile(r"\{"), re.compile(""))
+OBJECT_AHEAD = Lookahead(re.compile(r"\{"), re.compile(""))
 
 
 def matched(elements: Sequence[Element], text: str, at: int) -> tuple[int, str]:

@@ -13,10 +13,10 @@ from .elements import (
     OBJECT_AHEAD,
     PARTIAL,
     SPACE,
-    Ahead,
     Element,
     Followed,
     Literal,
+    Lookahead,
     Templates,
     Word,
     beginnings,
@@ -46,7 +46,7 @@ UNORDERED: tuple[Element, ...] = (OPEN, SPACE, Literal(OTHER_KEYS), SPACE, COLON
 UNTAGGED: tuple[Element, ...] = (OPEN, SPACE, Literal((*KEYS, '"function"')), SPACE, COLON)
 TYPED: tuple[Element, ...] = (OPEN, SPACE, Literal(('"type"',)), SPACE, COLON, SPACE, Literal(('"function"',)))
 TEXT_ARGUMENTS: tuple[Element, ...] = (*KEY, Literal(('"', "null")))
-KEYWORD = Ahead(re.compile(r"\)|[A-Za-z_]\w{0,63}\s{0,8}="), re.compile(r"(?:[A-Za-z_]\w{0,63})?\s{0,8}"))
+KEYWORD = Lookahead(re.compile(r"\)|[A-Za-z_]\w{0,63}\s{0,8}="), re.compile(r"(?:[A-Za-z_]\w{0,63})?\s{0,8}"))
 
 
 @dataclass(frozen=True)
