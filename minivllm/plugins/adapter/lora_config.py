@@ -90,7 +90,10 @@ def read_settings(folder: str, config: Mapping[str, Any], max_rank: int) -> Lora
 
 
 def _number(folder: str, name: str, value: Any, whole: bool = False) -> float:
-    """Return a positive number of adapter_config.json.  RequestError for another value."""
+    """Return a number of adapter_config.json if it is positive and finite, and with ``whole`` an integer.
+
+    RequestError for another value.
+    """
     right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not right or not 0 < value < math.inf:
         what = "a whole number of at least 1" if whole else "a positive number"
@@ -99,7 +102,11 @@ def _number(folder: str, name: str, value: Any, whole: bool = False) -> float:
 
 
 def _patterns(folder: str, name: str, values: Any, whole: bool = False) -> dict[str, Any]:
-    """Return the numbers of a field by pattern.  RequestError for a malformed field."""
+    """Return the numbers of a field that has a number for each pattern of module names.
+
+    RequestError for a pattern that is no simple regular expression, or for a number that is not positive, or with
+    ``whole`` no integer.
+    """
     if not values:
         return {}
     if not isinstance(values, dict) or len(values) > MOST_PATTERNS:

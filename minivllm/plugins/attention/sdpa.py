@@ -340,7 +340,11 @@ def slots_of(meta: AttnMeta, group: int, rows: Tensor, pos: Tensor) -> Tensor:
 
 
 def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool, pairs: int) -> list[KVPiece]:
-    """Return the rows after the decode rows, divided if a row has too many query-key pairs for one mask."""
+    """Return the rows after the decode rows, divided if a row has too many query-key pairs for one mask.
+
+    A mask has at most ``pairs`` pairs.  With ``causal``, a row from position 0 that needs no mask except the causal one
+    is not divided.
+    """
     first_row = meta.decode_rows
     sees = meta.host_sees
     start = first_row

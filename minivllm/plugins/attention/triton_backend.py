@@ -165,7 +165,10 @@ class Triton(AttentionBackend):
         return found
 
     def _shared(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> SharedWork | None:
-        """Return the prefixes that several rows of a step share, or None if each row reads its keys separately."""
+        """Return the prefixes that several rows of a step share, or None if each row reads its keys separately.
+
+        With ``mixed`` the step also has rows of several tokens, and with ``exact`` products are computed in float32.
+        """
         spec, group = layer.spec, layer.group
         captured = meta.work.get("key", EAGER)
         if not captured.shared or self.shares_from is None or rows < FEWEST_ROWS or spec.window is not None:
@@ -180,6 +183,8 @@ class Triton(AttentionBackend):
     ) -> tuple[DecodeWork, bool]:
         """Return how the keys of a layer's decode rows are divided among programs, and whether an earlier layer had the
         same division.
+
+        With ``mixed`` the step also has rows of several tokens, and with ``exact`` products are computed in float32.
         """
         spec, group = layer.spec, layer.group
         key = ("work", group, spec.window, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)
@@ -247,7 +252,11 @@ class Triton(AttentionBackend):
         return found
 
     def _captured_tiles(self, meta: AttnMeta, group: int, hopper: bool, captured: GraphKey) -> Tiles:
-        """Return tiles that the device computes, as many as a captured step of this size may need."""
+        """Return tiles of queries that the device computes, as many as a captured step of this size may need.
+
+        ``group`` is the number of query heads per KV head.  The Hopper kernel has tiles of its own size, and needs
+        their number on the device.
+        """
         lines = LINES if hopper else tile_lines(group, captured.tokens)
         tokens = lines // group
         most = captured.tokens // tokens + captured.rows
@@ -256,7 +265,10 @@ class Triton(AttentionBackend):
         return Tiles(row, token, lines, count)
 
     def _host_tiles(self, meta: AttnMeta, group: int, hopper: bool, device: torch.device) -> Tiles:
-        """Return tiles that the host computes from the lengths that it has."""
+        """Return tiles of queries that the host computes from the lengths that it has, and copies to the device.
+
+        ``group`` is the number of query heads per KV head.  The Hopper kernel has tiles of its own size.
+        """
         longest = int(meta.host_q_len[meta.decode_rows :].max())
         lines = LINES if hopper else tile_lines(group, longest)
         row, token = make_tiles(meta.host_q_len, meta.host_kv_len[0], meta.decode_rows, lines // group)

@@ -497,8 +497,8 @@ def deal(
     """Divide rows into parts for the decode kernel.
 
     ``kv_len`` and ``q_len`` are i32 and ``slots`` i64 [rows or more], on the device.  No context is longer than
-    ``longest``.  With ``mixed``, only rows of exactly one token have parts.  The parts of a row begin after its prefix
-    in ``shared``.
+    ``longest``.  With ``mixed``, only rows of exactly one token have parts.  With ``exact``, products are in float32
+    and tiles have fewer keys.  The parts of a row begin after its prefix in ``shared``.
     """
     device = kv_len.device
     seen = min(longest, spec.window or longest)

@@ -275,7 +275,7 @@ def lines_of(spec: AttnSpec) -> int:
 def keys_of(block: int, exact: bool) -> int:
     """Return the number N of keys of a tile, such that a tile lies in one block.
 
-    Tiles have fewer keys in float32, whose products take longer.
+    With ``exact`` tiles have fewer keys, because products in float32 take longer.
     """
     keys = min(TILE.keys, 32) if exact else TILE.keys
     within = block & -block

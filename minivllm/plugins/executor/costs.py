@@ -122,7 +122,10 @@ class StepCounter:
         return StepCounts(rows, kv, prefill, pairs, n - rows, joins, ends, fresh, before, int(wake), prefill)
 
     def decodes(self, plan: StepPlan, kv: int, joins: int = 0, ends: int = 0, wake: bool = False) -> StepCounts:
-        """Return the counts of a step without prompts, whose rows read ``kv`` tokens."""
+        """Return the counts of a step without prompts, whose rows read ``kv`` tokens.
+
+        ``joins`` and ``ends`` are numbers of sequences, and ``wake`` means that the step follows a pause.
+        """
         fresh, before = self._begin(plan, 0)
         return StepCounts(len(plan.slots), kv, 0, 0.0, 0, joins, ends, fresh, before, int(wake))
 

@@ -80,6 +80,9 @@ def whole(pattern: str) -> Node:
 def search(pattern: str, *, exact: bool = False) -> Node:
     """Return the node of the texts that contain a match, as ``pattern`` and ``patternProperties`` of JSON Schema
     require.
+
+    With ``exact``, character classes are those of ECMA-262, because the complement of the expression is used too, and a
+    pattern that ignores case raises ValueError.  Otherwise classes contain what both ECMA-262 and Python match.
     """
     return _resolve(pattern, _Reader(pattern, exact).read(), ANYTHING)
 
@@ -346,7 +349,10 @@ class _Reader:
         return self._escape()
 
     def _fold(self, ranges: Ranges, wide: bool) -> Ranges:
-        """Return a set with the other case of its letters if the pattern ignores case."""
+        """Return a set with the other case of its letters if the pattern ignores case.
+
+        ValueError for letters beyond ASCII.
+        """
         if not self.ignore_case:
             return ranges
         if self.exact:

@@ -74,7 +74,9 @@ def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.
 def fit(w: Tensor, symmetric: bool, clip: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize groups w f32 [group, n], and return codes u8 [group, n], scale f32 [n] and zero f32 [n].
 
-    A group with an element that is not finite gets a scale that is not finite.
+    A ``symmetric`` group has the middle code as its zero.  With ``clip``, scales that clip the largest elements are
+    tried too, and the one with the least squared error is chosen.  A group with an element that is not finite gets a
+    scale that is not finite.
     """
     size = w.abs().amax(0)
     w = w / torch.where(size > 0, size, 1)  # the squares of very small numbers would be 0

@@ -363,7 +363,10 @@ def norm_of(module: nn.Module) -> Norm | None:
 
 
 def _candidates(module: nn.Module, bias: bool) -> Iterator[Norm]:
-    """Yield norms that a module may compute, first those whose epsilon is an attribute of the module."""
+    """Yield norms that a module may compute, first those whose epsilon is an attribute of the module.
+
+    With ``bias`` only LayerNorm with a bias is possible.
+    """
     small = {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.1}
     usual = {1e-6, 1e-5} - small
     for eps in (*small, *usual):
