@@ -474,7 +474,8 @@ def chunks_of(
 ) -> tuple[bool, delta_chunks.Chunks]:
     """Return whether rows may be computed in chunks, and the chunks of the long rows of a step.
 
-    The chunks are the same for all layers and are computed once per step.
+    There are none if results must not depend on the batch (``invariant``).  The chunks are the same for all layers and
+    are computed once per step.
     """
     known = step.row is not None and (step.longest or 0) >= delta_chunks.LONG
     wanted = known and not invariant and delta_chunks.takes(x.dtype, sizes)

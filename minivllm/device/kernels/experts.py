@@ -292,7 +292,10 @@ class SharedOutput(NamedTuple):
 
 
 def few_tiles(inp: int, gated: bool) -> dict[str, int]:
-    """Return the tile of the kernels for few tokens (matrix-vector products), for weights of ``inp`` inputs."""
+    """Return the tile of the kernels for few tokens (matrix-vector products), for weights of ``inp`` inputs.
+
+    ``gated`` is the product of gate and up, otherwise it is that of down.
+    """
     if gated:
         return dict(BN=8, BK=min(256, triton.next_power_of_2(inp)), STAGES=2, num_warps=4)
     return dict(BN=8, BK=min(1024, triton.next_power_of_2(inp)), STAGES=4, num_warps=8)
@@ -301,8 +304,9 @@ def few_tiles(inp: int, gated: bool) -> dict[str, int]:
 def tiles(pairs_each: float, gated: bool, size: int, fixed: bool = False) -> dict[str, int]:
     """Return the tile of a grouped product for the mean number of pairs per expert.
 
-    The tiles are from ``benchmarks/tune_experts.py`` on an H200. ``size`` is the bytes of an element.  ``fixed``
-    returns the same tile for all numbers of pairs.
+    ``gated`` is the product of gate and up, otherwise it is that of down.  The tiles are from
+    ``benchmarks/tune_experts.py`` on an H200.  ``size`` is the bytes of an element.  ``fixed`` returns the same tile
+    for all numbers of pairs.
     """
     up, down = next(both for most, *both in TILES if pairs_each <= most)
     tile = FIXED if fixed else up if gated else down

@@ -47,7 +47,11 @@ def _move(
 
 
 def _launch(table: Tensor, blocks: Sequence[int], addresses: Sequence[int], chunks: int, unit: int, pack: bool) -> None:
-    """Copy blocks between the tensors in ``table`` i64 [3, count] and pages at ``addresses``, on the current stream."""
+    """Copy blocks between the tensors in ``table`` i64 [3, count] and pages at ``addresses``, on the current stream.
+
+    With ``pack`` the blocks are copied to the pages, otherwise the pages to the blocks.  ``chunks`` is the number of
+    programs for each block of the largest tensor, and ``unit`` the bytes of an element.
+    """
     where = torch.tensor([blocks, addresses], dtype=torch.int64)
     if table.device.type == "cuda" and where.nbytes >= PINNED_FROM:
         where = where.pin_memory()

@@ -158,7 +158,7 @@ def _gemm(
 
 
 def vector_tile(n: int, k: int, gated: bool) -> dict[str, int]:
-    """Return the tile sizes of the kernel for one row.
+    """Return the tile sizes of the kernel for one row, for a weight of n outputs (with a gate n pairs) and k inputs.
 
     Small weights are in registers before the wait, large weights stream through shared memory.
     """

@@ -86,9 +86,9 @@ def _small_m8(
 
 
 def _tile8(n: int, gated: bool) -> dict[str, int]:
-    """Return the fastest tile of benchmarks/quant_kernels.py on an H200, for 4,096 and 28,672 outputs.
+    """Return the fastest tile for 8 bits of benchmarks/quant_kernels.py on an H200, for 4,096 and 28,672 outputs.
 
-    Gated products have half as many outputs, each with a second sum.
+    With a gate, a product has half as many outputs, each with a second sum.
     """
     wide = n >= WIDE and not gated
     return dict(BN=32 if wide else 16, BK=128, P=4, STAGES=3 if wide or gated else 6, num_warps=4)

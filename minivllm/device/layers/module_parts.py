@@ -457,8 +457,10 @@ class ModuleParts:
         return self._tables[key]
 
     def query_factors(self, rope: Rope, twice: bool = False) -> Tensor | None:
-        """Return the factors of ``rotary.query_factors`` for the rows of ``rotary``.  Layers of equal ``rope`` share
-        them."""
+        """Return the factors of ``rotary.query_factors`` for the rows of ``rotary``, None if queries have none.
+
+        Layers of equal ``rope`` and ``twice`` share them.
+        """
         key = (rope, twice)
         if key not in self._factors:
             length = self.backend.ctx.max_len + 1

@@ -72,7 +72,10 @@ class Blueprint(ModelParts):
         return self._tables[key]
 
     def bytes(self, quantized: bool) -> int:
-        """Return the least number of bytes of the weights and tables."""
+        """Return the least number of bytes of the weights and tables.
+
+        With ``quantized`` each number of a module, except norms, takes LEAST_BYTES.
+        """
         total = self.tables
         for module in self.modules.values():
             matrix = quantized and not isinstance(module, (LayerNorm, RMSNorm))

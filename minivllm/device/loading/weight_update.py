@@ -142,8 +142,11 @@ class WeightUpdate:
         finite: bool = True,
         once: bool = True,
     ) -> WeightUpdate:
-        """Check the files of weights in a folder, which are mapped into memory.  They must not change until
-        ``write`` returns.  ``pickled`` allows files of ``torch.save``, which a folder of safetensors need not have."""
+        """Check the files of weights in a folder, which are mapped into memory.
+
+        They must not change until ``write`` returns.  ``pickled`` allows files of ``torch.save``, which a folder of
+        safetensors need not have.  ``partial``, ``finite`` and ``once`` are as in the constructor.
+        """
         pickled = pickled and not safetensors_alone(Path(folder))
         stamps = file_stamps(Path(folder), pickled)
         update = cls(parts, checkpoint_tensors(Path(folder), pickled), partial, finite, once)

@@ -77,10 +77,11 @@ class RunningWeights:
     def _check(
         self, partial: bool, finite: bool, path: str | None = None, tensors: Iterable[tuple[str, Tensor]] | None = None
     ) -> None:
-        """Check the tensors of a folder, or ``tensors`` from this process.
+        """Check the tensors of a folder, or ``tensors`` from this process, and keep them for the write.
 
-        If the model's weights were dropped, no old weights could be restored after the write, so all numbers are
-        checked now."""
+        ``partial`` allows that tensors are missing, and ``finite`` refuses NaN and infinity.  If the model's weights
+        were dropped, no old weights could be restored after the write, so all numbers are checked now.
+        """
         self.update = None
         once = self.level != 2
         if tensors is not None:
