@@ -110,6 +110,7 @@ class AttentionConformance(
         """Return the arguments to build a back end for a setting.
 
         ``rows`` is the largest number of rows of a step, and ``tokens`` the largest number of tokens of a row.
+        ``invariant`` demands results that do not depend on the batch.
         """
         fmt = self.format(setting.kv_format)
         return AttentionContext(self.place(), setting.dtype, fmt, setting.block, rows, tokens, prepare_qk, invariant)
@@ -529,8 +530,11 @@ class AttentionConformance(
         return out
 
     def _many_rows(self, setting: Setting, invariant: bool) -> tuple[World, list]:
-        """Return a test cache and the rows of a step, (sequence, new tokens): short and long, with one and several
-        new tokens."""
+        """Return a test cache and the rows of a step, (sequence, new tokens): short and long, with one and several new
+        tokens.
+
+        ``invariant`` demands a back end whose results do not depend on the batch.
+        """
         shapes = [(2, 1), (700, 1), (30, 1), (333, 1), (0, 5), (64, 17), (0, 130), (250, 40)]
         world = World(self, setting, len(shapes), 720, batch_invariant=invariant)
         return world, [(world.add(past), new) for past, new in shapes]

@@ -298,7 +298,11 @@ class World:
         self.backend.write(layer, q, k.to(self.device), v.to(self.device), meta, None)
 
     def _random_sequence(self, slot: int, ended: bool = False, null: bool = False) -> WorldSeq:
-        """Return a sequence with random q, k and v, none of whose tokens is in the cache."""
+        """Return a sequence with random q, k and v, none of whose tokens is in the cache.
+
+        With ``ended`` the device has ended it, and with ``null`` it has no block; in both cases its results do not
+        count.
+        """
         seq = WorldSeq(slot, [], [], [], ended=ended, null=null)
         sizes = torch.linspace(1.0, self.slope, self.tokens)
         sizes = sizes[:, None, None]
@@ -318,7 +322,8 @@ class World:
     def add(self, past: int = 0, like: WorldSeq | None = None, ended: bool = False) -> WorldSeq:
         """Add a sequence with ``past`` tokens in the cache, and return it.
 
-        It shares with the sequence ``like`` their common full blocks at the start.
+        It shares with the sequence ``like`` their common full blocks at the start.  If ``ended``, the device has ended
+        it, and its results do not count.
         """
         slot = self.slots.pop()
         seq = self._random_sequence(slot, ended=ended)
@@ -472,7 +477,10 @@ class World:
         return [y.view(x.shape) for x, y in zip(parts, slices, strict=True)]
 
     def _forward(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows, lse: bool) -> LayerResult:
-        """Run ``forward`` of one layer, and fail if it changes any tensor except its outputs."""
+        """Run ``forward`` of one layer, with or without ``lse``, and fail if it changes any tensor except its outputs.
+
+        Return the outputs together with the expected ones.
+        """
         spec = layer.spec
         shape = (len(q), spec.heads, spec.dim_v)
         buffers = {"out": self._guarded(shape, self.dtype)}

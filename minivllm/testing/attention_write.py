@@ -50,7 +50,10 @@ class Writing:
         seen.require(decode=15, prompt=4, chunk=8, border=8, padded=3)
 
     def _check_written(self, world: World, layer: AttnLayer, rows: Rows, fused: bool) -> None:
-        """Write the tokens of a step, and fail unless exactly their slots have the new keys and values."""
+        """Write the tokens of a step, and fail unless exactly their slots have the new keys and values.
+
+        If ``fused``, q, k and v are slices of one tensor.
+        """
         q, k, v = world.inputs(layer, rows, fused)
         original = (k.clone(), v.clone())
         meta = world.meta(rows)

@@ -369,7 +369,10 @@ def _step(most: float) -> float:
 
 
 def _marks(low: float, high: float, from_zero: bool) -> list[float]:
-    """Return the numbers at which an axis is marked."""
+    """Return the numbers at which an axis from ``low`` to ``high`` is marked, multiples of a round step.
+
+    The step is chosen for the distance from 0 if ``from_zero``, otherwise for the distance from ``low``.
+    """
     step = _step(max(high, -low) if from_zero else high - low)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)

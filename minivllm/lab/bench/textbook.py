@@ -68,7 +68,7 @@ class TorchOperations:
 
 
 def gated(activation: str, is_gated: bool) -> Function:
-    """Return the function between the matrix products of an MLP."""
+    """Return the function between the matrix products of an MLP: activation(gate) * up, or the activation alone."""
 
     def gate(y: Tensor) -> Tensor:
         first, up = y.chunk(2, dim=-1)
