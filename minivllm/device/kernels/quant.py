@@ -195,7 +195,11 @@ class FusedProduct(EpilogueProduct):
         tops: Tensor | None = None,
         tile: dict[str, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the product for x that fits.  ``tops`` is the argument of ``gemv`` for one row."""
+        """Compute the product of x, for which ``fits`` is True, and its epilogue, by the kernel for one row or for a
+        few.
+
+        The arguments before ``tops`` are the fields of ``Around``.  ``tops`` is the argument of ``gemv`` for one row.
+        """
         around = Around(squares, eps, residual, norm)
         if len(x) == 1:
             return gemv(self, x, around, tops, tile)

@@ -127,7 +127,10 @@ def _number(file: GgufFile, key: str, default: Any = None) -> Any:
 
 
 def _count(file: GgufFile, key: str, default: int | None = None) -> int:
-    """Return the field ``key`` of the model, a whole number of at least 1.  ModelError for another value."""
+    """Return the field ``key`` of the model, or ``default`` without it: a whole number of at least 1.
+
+    ModelError for another value.
+    """
     value = _number(file, key, default)
     if not isinstance(value, int) or value < 1:
         raise file.refuse(f"{file.architecture}.{key}={shown(value)}: expected a whole number of at least 1")

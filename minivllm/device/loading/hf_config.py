@@ -113,7 +113,12 @@ def open_checkpoint(
     hub: HubOptions = HubOptions(),  # noqa: B008
     overrides: Fields | None = None,
 ) -> Checkpoint:
-    """Find a model and read its config.json, changed by ``overrides``.  ModelError names a missing or broken file."""
+    """Find a model and read its config.json, changed by ``overrides``, or the same fields from the header of a GGUF
+    file.
+
+    ``wanted`` says which files are downloaded, and ``hub`` has the options of a download.  ModelError names a missing
+    or broken file.
+    """
     folder = find_model(model, wanted, hub)
     if is_gguf(folder):
         from .gguf import config_of

@@ -142,7 +142,8 @@ class StateMemory:
     ) -> StepStates:
         """Return the recurrent states of the rows of a step with the attention metadata ``meta``, as ``of_step``.
 
-        ``exact`` means that the lengths on the host are exact instead of upper bounds.
+        ``stopped``, ``drafts`` and ``first`` are its arguments.  ``exact`` means that the lengths on the host are exact
+        instead of upper bounds.
         """
         start = meta.kv_len[0] - meta.q_len
         step = self.of_step(meta.slots, start, meta.cu_q, stopped, drafts, first)

@@ -140,7 +140,10 @@ def states_of(
     state: DeviceState, meta: AttnMeta, drafts: Tensor | None = None, exact: bool = False
 ) -> StepStates | None:
     """Return the recurrent states of the rows of a step, as ``StateMemory.of_meta``; None for a model without such
-    states."""
+    states.
+
+    ``drafts`` bool [R] marks rows with drafts.  ``exact`` means that the lengths on the host are exact.
+    """
     if state.recurrent is None:
         return None
     return state.recurrent.of_meta(meta, state.stopped, drafts, exact=exact)

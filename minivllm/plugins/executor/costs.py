@@ -99,7 +99,7 @@ class StepCounter:
         self.before = (0, 0)  # numbers of tokens of the last two steps, 0 for a step without prompts
 
     def count(self, plan: StepPlan, ends: int = 0, wake: bool = False) -> StepCounts:
-        """Return the counts of a step.
+        """Return the counts of a step, in which ``ends`` sequences end.
 
         ``wake`` means that the step follows a pause.  Rows of one token come first in a plan.  A plan that continues
         the last plan with the same rows (``StepPlan.further``) is built in a fraction of the time and finds warm

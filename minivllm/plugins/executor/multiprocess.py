@@ -275,9 +275,10 @@ class Multiprocess(Process):
                 raise self._lost(rank, e) from e
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
-        """Return the answer of rank 0.
+        """Call a verb on all ranks, and return the answer of rank 0.
 
-        Memory of the KV cache, devices and figures of plug-ins are combined from all ranks.
+        Only for the verbs in OF_ALL, such as those for memory of the KV cache, devices and figures of plug-ins, the
+        answers of all ranks are combined.
         """
         self._limit = self.options.start_timeout
         self._calling = True

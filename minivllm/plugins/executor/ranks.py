@@ -140,7 +140,10 @@ class RankRunner(Runner):
     # ---- SAMPLE --------------------------------------------------------------------------------------------------
 
     def sample(self, running: Running, late: LateInputs | None = None) -> None:
-        """Draw tokens on rank 0; the other ranks send their part of the logits."""
+        """Draw tokens on rank 0, with the token masks ``late`` if the step waited for some.
+
+        The other ranks send their part of the logits.  A failure after which the ranks may differ is reported.
+        """
         drew = running.hidden is not None and not running.errors and self.ranks.size > 1
         calls = self.ranks.calls
         whole = self._whole(running) if drew else running.hidden

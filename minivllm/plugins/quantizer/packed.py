@@ -346,7 +346,10 @@ class Settings:
         return ModelError(f"{WHERE}: {self.where}{key}={value}: expected {wanted}")
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any, instead: str = "") -> Any:
-        """Return the value of a key, one of ``allowed``; values of another type, such as True for 1, are refused."""
+        """Return the value of a key, one of ``allowed``, or ``default`` without the key.
+
+        Values of another type, such as True for 1, are refused, with the end ``instead`` of the message.
+        """
         value = self.given.get(key, default)
         for one in allowed:
             if type(value) is type(one) and value == one:
@@ -358,7 +361,7 @@ class Settings:
         return self.one_of(key, (True, False), default)
 
     def group(self, key: str, default: int | None = None) -> int:
-        """Return the number of inputs that share a scale, -1 for all inputs."""
+        """Return the number of inputs that share a scale, -1 for all inputs; ``default`` replaces a missing key."""
         value = self.given.get(key, default)
         if type(value) is not int or (value != -1 and value < 1):
             raise self.refuse(key, "a number of inputs, or -1 for all")
