@@ -116,7 +116,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
     def started(self, instance: Executor | None = None, **values: Any) -> Iterator[Driver]:
         """Start an executor for a ``with`` statement, and stop it at the end.
 
-        ``values`` are options of the engine.
+        ``instance`` None makes a new executor.  ``values`` are options of the engine.
         """
         wiring = self.wiring(**values)
         executor = self.build() if instance is None else instance

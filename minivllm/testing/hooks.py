@@ -78,7 +78,7 @@ class HooksConformance(Lasting, SpecConformance):
         return HookManager(plugins)
 
     def engine(self, instance: Hooks | None = None, **options: Any) -> Engine:
-        """Start a small simulated engine with the plug-in."""
+        """Start a small simulated engine with an instance of the plug-in, which is made unless one is given."""
         manager = self.manager(instance)
         engine = sim_engine(slots=4, blocks=26, windows=(None, 8), depth=1, budget=16, **options)
         EngineHooks(manager, {"executor": "sim/sim"}, engine).started()

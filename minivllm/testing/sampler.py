@@ -164,7 +164,10 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         return _keys(start + i // positions, 1 + i % positions)
 
     def check(self, params: SamplingParams, logits: Tensor, n: int, others: Sequence = (), start: int = 0) -> bool:
-        """Draw n tokens and compare them with the reference; return whether it has probabilities."""
+        """Draw n tokens and fail if they do not fit the reference.
+
+        Return whether the reference has probabilities; otherwise it only says which tokens may be drawn.
+        """
         must, may, prob = self.must_and_may(params, logits)
         keys = self.keys(n, start)
         tokens = self.draws(params, logits, keys, others)

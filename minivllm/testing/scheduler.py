@@ -124,7 +124,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.admit(prompt, fn, n=n, max_tokens=out, cache_salt=salt, ignore_eos=ignore, **service)
 
     def admit(self, prompt, fn=None, **params):
-        """Add a request; fail if the engine refuses it although it fits and the policy does not refuse it."""
+        """Add a request, with a function that chooses its tokens (``fn`` "host") or masks them ("late").
+
+        Fail if the engine refuses it although it fits and the policy does not refuse it.
+        """
         self.n += 1
         n = params.get("n", 1)
         try:

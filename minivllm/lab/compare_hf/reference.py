@@ -172,7 +172,10 @@ class Reference:
     def _watch_first(
         self, parent: Module, names: Sequence[str], operation: str, point: str, remember: str = ""
     ) -> None:
-        """Watch the first submodule of ``parent`` with one of the names, or record that the operation is missing."""
+        """Watch the first submodule of ``parent`` with one of the names, or record that the operation is missing.
+
+        ``remember`` is the argument of ``_watch``.
+        """
         module = _first(parent, names)
         if module is None:
             self._miss(operation, parent, names)
