@@ -183,3 +183,36 @@ def test_another_end_changes_nothing_else_and_is_refused_below_min_tokens():
     for most in (0, -1, 2):
         with pytest.raises(RequestError, match=r"max_tokens=.*min_tokens=3"):
             params.ending_after(most)
+
+
+class WithoutTruth:
+    def __bool__(self):
+        raise ValueError("neither true nor false")
+
+
+class WithoutEquality:
+    __hash__ = None
+
+    def __eq__(self, other):
+        raise ValueError("neither equal nor different")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([1, 2]), np.zeros((2, 2)), np.array(["a", "b"]), np.array(2), torch.tensor([1, 2]), WithoutTruth(),
+        WithoutEquality(),
+    ],
+    ids=lambda value: f"{type(value).__name__}{list(getattr(value, 'shape', ''))}",
+)  # fmt: skip
+def test_a_value_that_cannot_be_tested_or_compared_is_refused_by_the_name_of_its_field(value):
+    read = []
+    for field in dataclasses.fields(SamplingParams):
+        try:
+            params = SamplingParams(**{field.name: value})
+        except RequestError as error:
+            assert field.name in str(error)
+        else:
+            read.append(field.name)
+            params.changed_parameters()
+    assert set(read) <= {"stop_token_ids", "allowed_token_ids"}, "only lists of numbers may be arrays"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core import declared_params
-from minivllm.errors import RequestError, shown
+from minivllm.errors import RequestError, describe_error, shown
 from minivllm.registration.parameters import NUMBERS, Param, is_whole, unknown_parameter
 from minivllm.validation import flaw
 
@@ -36,6 +36,12 @@ PROCESSED = frozenset(
         "allowed_token_ids",
     )
 )
+# Fields with several values, which processors check further -> their accepted values.
+COLLECTIONS = {
+    "logit_bias": "a mapping from token id to bias",
+    "bad_words": "a list of words or of token ids",
+    "allowed_token_ids": "a list of token ids",
+}
 # Names of fields whose text may be invalid Unicode.
 TEXTS = ("stop", "bad_words", "cache_salt", "tenant", "trace_headers")
 INT32, INT64 = 2**31 - 1, 2**63 - 1
@@ -77,6 +83,15 @@ def _check(ok: bool, field_name: str, value: Any, expected: str) -> None:
     """Raise RequestError for a field unless ``ok``.  ``expected`` describes the accepted values."""
     if not ok:
         raise RequestError(f"{field_name}={shown(value)}: expected {expected}", field_name)
+
+
+def _is_plain(value: Any, default: Any) -> bool:
+    """Return whether a value of a field can be tested, compared with its default, and is no array of 0 dimensions."""
+    try:
+        comparable = bool(value) in (True, False) and bool(value == default) in (True, False)
+    except Exception:
+        return False
+    return comparable and not (isinstance(value, np.ndarray) and value.ndim == 0)
 
 
 @dataclass
@@ -166,7 +181,14 @@ class SamplingParams:
             attributes = self.__dict__
             attributes.update(DEFAULTS, extra={})
             attributes.update(values)
-            self._check_all(declared)
+            try:
+                self._check_all(declared)
+            except RequestError:
+                raise
+            except (
+                Exception
+            ) as exc:  # arrays have no truth value, and objects may raise in comparisons
+                raise self._unreadable(exc) from exc
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Set a field without a check, or a parameter that a plug-in declares with a check."""
@@ -209,6 +231,11 @@ class SamplingParams:
                 param.check(value)
         if isinstance(self.allowed_token_ids, (range, np.ndarray)):
             self.allowed_token_ids = list(self.allowed_token_ids)
+        for name, expected in COLLECTIONS.items():
+            value = attributes[name]
+            _check(
+                value is None or isinstance(value, (Mapping, Sequence, Set)), name, value, expected
+            )
         if self.extra != {} or declared:
             is_mapping = isinstance(self.extra, Mapping)
             _check(is_mapping, "extra", self.extra, "a mapping of names to values")
@@ -224,6 +251,19 @@ class SamplingParams:
         self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         self.session = Session.of(self.session)
         self.routes = RouteParams.of(self.routes)
+
+    def _unreadable(self, exc: Exception) -> RequestError:
+        """Return the error for a field whose value raises an exception where it is tested or compared."""
+        for name, value in self.__dict__.items():
+            if _is_plain(value, DEFAULTS.get(name)):
+                continue
+            found = f"{name} has the type {type(value).__name__}"
+            return RequestError(
+                f"{found}: expected plain Python values; pass an array as a list", name
+            )
+        return RequestError(
+            f"a sampling parameter cannot be read: {describe_error(exc)}; expected plain Python values"
+        )
 
     def _check_branches(self) -> None:
         """Check the parameters that decide how many branches the request has.  RequestError names the wrong one."""

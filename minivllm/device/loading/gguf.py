@@ -147,6 +147,10 @@ def _check_fixed(file: GgufFile, head_dim: int) -> None:
         raise file.refuse(
             f"{file.architecture}.{key}={value:g}: expected {allowed[-1]:g}; another value is not implemented"
         )
+    causal = file.of_model("attention.causal", True)
+    if causal is not True:
+        key = f"{file.architecture}.attention.causal"
+        raise file.refuse(f"{key}={shown(causal)}: expected true; attention to later tokens is not implemented")
 
 
 def _digits(value: float) -> float:
@@ -166,7 +170,12 @@ def _dtype(file: GgufFile) -> str:
 
 def _special(file: GgufFile) -> NewFields:
     """Return ``bos_token_id`` and ``eos_token_id`` as config.json has them: the first token of a text, and end
-    tokens."""
+    tokens.  ModelError for an id that is no whole number."""
+    for role in ("bos", "eos", "eot", "eom"):
+        key = f"tokenizer.ggml.{role}_token_id"
+        found_id = file.values.get(key)
+        if found_id is not None and type(found_id) is not int:
+            raise file.refuse(f"{key}={shown(found_id)}: expected the number of a token")
     bos = file.values.get("tokenizer.ggml.bos_token_id")
     ends = list(file.ends)
     found: NewFields = {"bos_token_id": None, "eos_token_id": None}

@@ -129,8 +129,9 @@ def _read(path: str, size: int, changed: int) -> GgufFile:
     try:
         header = _Header(data)
         return GgufFile(Path(path), *header.read(sizes))
-    except (Broken, struct.error) as e:  # struct.error means that the file ends within a number
-        raise ModelError(f"{path}: not a whole GGUF file ({e}); download it again") from None
+    except (Broken, struct.error) as e:
+        why = e if isinstance(e, Broken) else "it ends within a number"
+        raise ModelError(f"{path}: not a whole GGUF file ({why}); download it again") from None
 
 
 class Broken(ValueError):

@@ -254,6 +254,29 @@ def test_what_a_file_does_not_say_is_what_llama_cpp_does_and_what_is_not_read_is
             tell(key, wrong)
 
 
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (lambda w: w.add_causal_attention(False), "llama.attention.causal=False: expected true; attention to later"),
+        (
+            lambda w: w.add_float32("tokenizer.ggml.bos_token_id", 1.5),
+            "tokenizer.ggml.bos_token_id=1.5: expected the number of a token",
+        ),
+        (
+            lambda w: w.add_string("tokenizer.ggml.eot_token_id", "2"),
+            "tokenizer.ggml.eot_token_id='2': expected the number of a token",
+        ),
+    ],
+)
+def test_a_key_of_another_meaning_is_refused_by_name(tmp_path, add, message):
+    path = tmp_path / "model.gguf"
+    written(path, "llama", FLOATS, lambda w: w.add_causal_attention(True), num_hidden_layers=1)
+    assert open_checkpoint(str(path)).raw["num_hidden_layers"] == 1
+    written(path, "llama", FLOATS, add, num_hidden_layers=1)
+    with pytest.raises(ModelError, match=message):
+        open_checkpoint(str(path))
+
+
 def test_a_file_is_served_with_the_tokenizer_in_it(tmp_path):
     pocket = load_tokenizer(open_checkpoint("pocket").folder)
     output = json.loads(pocket.backend.to_str())

@@ -124,7 +124,7 @@ HOSTILE = {
         head(1, 1) + text("general.alignment") + struct.pack("<II", 4, 3) + entry(),
         "expected a power of two",
     ),
-    "cut": (head()[:-3], "unpack_from requires"),
+    "cut": (head()[:-3], "it ends within a number"),
 }
 
 
