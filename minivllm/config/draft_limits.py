@@ -45,7 +45,8 @@ class DraftLimits:
             )
 
     def check_switch(self, label: str, switch: int | None) -> None:
-        """Check that the second model changes its rotary embedding at the same length as the served model."""
+        """Raise ConfigError unless the second model changes its rotary embedding at the same length as the served
+        model."""
         if switch is not None and switch >= self.max_len:
             switch = None
         if switch != self.switch:

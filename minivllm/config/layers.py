@@ -72,7 +72,7 @@ class Layers:
             self.put(path, value, lambda _: source, trusted)
 
     def put(self, path: Path, value: Any, where: Where, trusted: bool = False) -> None:
-        """Merge one value.  ConfigError if its path or the value is malformed or unknown."""
+        """Merge one value over the existing options.  ConfigError if its path or the value is malformed or unknown."""
         source = begins(brief(where(tuple(path)), 300))
         if len(path) > DEEPEST:
             raise ConfigError(f"{source}the key {_dotted(path)} has {len(path)} parts; expected at most {DEEPEST}")

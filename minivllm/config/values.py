@@ -48,7 +48,7 @@ class PluginChoice(BaseModel):
     prefer: list[str] = []
 
     def model_post_init(self, context: Any) -> None:
-        """Check that the fields are consistent."""
+        """Check that ``prefer`` and ``options`` fit to ``name``.  ValueError if not."""
         if self.prefer and self.name != "auto":
             raise ValueError(f"prefer is only for name = 'auto', and the name is {shown(self.name)}")
         if "auto" in self.prefer:

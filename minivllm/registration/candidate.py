@@ -21,7 +21,7 @@ class Candidate:
 
     @property
     def suitable(self) -> bool:
-        """Return whether the plug-in can serve the request."""
+        """Return whether the plug-in's spec could be read and no reason speaks against the plug-in."""
         return self.spec is not None and not self.reasons
 
     def require_spec(self) -> Spec:

@@ -73,7 +73,7 @@ class Growing:
 
     @property
     def rows(self) -> np.ndarray:
-        """Return the rows that were added, without a copy."""
+        """Return the rows f32 [n, width] that were appended so far, without a copy."""
         return self.memory[: self.n]
 
 

@@ -115,7 +115,7 @@ class TierIndex:
             self.pinned[key] = self.pinned.get(key, 0) + 1
 
     def unpin(self, keys: Sequence[bytes]) -> None:
-        """Undo one ``pin`` of each of these pages."""
+        """Undo one ``pin`` of each of these pages.  A page without a pin may be evicted again."""
         for key in keys:
             self.pinned[key] -= 1
             if not self.pinned[key]:

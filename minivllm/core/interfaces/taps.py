@@ -33,13 +33,12 @@ def read_only(point: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Tap:
-    """One point of the model, for one request.
+    """The use of one tap point (a named tensor of the model) by one request.
 
     With ``read``, the output of the request contains the values of the point, including the added vector.  ``add`` is a
     vector [width of the point], as a numpy array, torch tensor or list.  ``scale`` times ``add`` is added to the
     point's vector of every token of the request.  If several taps add at a point, their sum is added.  RequestError for
-    values of another kind.
-    """
+    values of another kind."""
 
     point: str
     read: bool = False

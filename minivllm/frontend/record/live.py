@@ -174,10 +174,11 @@ class _Walk:
     # ---- values --------------------------------------------------------------------------------------------------
 
     def add_value(self, name: str, value: Any, needed: bool) -> None:
-        """Add a value.
+        """Add a value that the code of a class uses, under ``name``.  A function, class or module is followed; any
+        other value is stored as a digest.
 
-        ``needed`` means that no file contains the value, so that it counts as missing if it cannot be written as text.
-        """
+        ``needed`` means that no file contains the value, so that it counts as missing if it cannot be written as
+        text."""
         while isinstance(value, functools.partial):
             self.add_value(f"{name}, arguments", [*value.args, sorted(value.keywords.items())], needed)
             value = value.func

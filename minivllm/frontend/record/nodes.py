@@ -234,7 +234,8 @@ def _described(part: JsonObject) -> str:
 
 
 def _requests(bill: JsonObject) -> Iterator[DiffNode]:
-    """Yield the nodes of sampling parameters and prompts: those of the requests, or before these of the [run] table."""
+    """Yield the nodes of sampling parameters and prompts, from the requests of the run, or from the [run] table if
+    there are no results yet."""
     config = bill["config"]
     results = bill.get("results") or {}
     run = config["run"]

@@ -74,7 +74,7 @@ def version_of(dist: str) -> str:
 
 
 class HookManager:
-    """The plug-ins, each with its name, in the order of the configuration.
+    """The hook plug-ins of an engine, each with its name, in the order of the configuration; it calls their hooks.
 
     The constructor raises PluginError for a plug-in that does not follow the contract."""
 

@@ -12,7 +12,7 @@ from .plan import FormatPlan
 
 
 class DescribedParser(ReplyParser):
-    """The parser of the class attribute ``format``, a description."""
+    """A parser of replies whose format is described as data, in the class attribute ``format``."""
 
     format: ClassVar[ReplyFormat]
 

@@ -9,7 +9,7 @@ KEEP, HOLD, DROP = 0, 1, 2
 
 
 class Output:
-    """Collects parts.
+    """Collects the parts (text, reasoning, calls) of an answer.
 
     Whitespace at the beginning of the content, and after a call, is held (``HOLD``): it belongs to text that follows,
     but not to a call.  Whitespace after reasoning, and at both ends of reasoning, is dropped."""

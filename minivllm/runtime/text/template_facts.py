@@ -114,7 +114,8 @@ class _Uses:
             self._aliases.setdefault(str(name), set()).update(fields)
 
     def _fields(self, node: Any) -> set[str]:
-        """Return the tracked fields that an expression may be."""
+        """Return which fields of the conversation (``TRACKED`` or the messages) an expression of the template may refer
+        to."""
         n = self._nodes
         if isinstance(node, n.Name):
             return {MESSAGES} if node.name == MESSAGES else self._aliases.get(node.name, set())

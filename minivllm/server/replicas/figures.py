@@ -22,7 +22,8 @@ class LifeTotals:
         self.last: dict[str, int] = dict.fromkeys(TOTALS, 0)  # the totals of the running engine
 
     def read(self, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the statistics of the engine that runs with the totals of all engines."""
+        """Return the statistics ``stats`` of the running engine, with the totals of the replica's ended engines added
+        to its running totals."""
         found = dict(stats)
         for name in TOTALS:
             if name in stats:

@@ -72,14 +72,15 @@ class Routing:
         return least_loaded(loads)
 
     def sent(self, request: RoutedRequest, number: int) -> None:
-        """Tell the router where a request was sent."""
+        """Tell the router to which replica a request was sent.  A fault of the router is only counted."""
         try:
             self._router.sent(request, number)
         except Exception as exc:
             self._fault(f"sent raised {describe_error(exc)}")
 
     def emptied(self, number: int) -> None:
-        """Tell the router that a cache is empty."""
+        """Tell the router that the prefix cache of the replica ``number`` is empty.  A fault of the router is only
+        counted."""
         try:
             self._router.emptied(number)
         except Exception as exc:
