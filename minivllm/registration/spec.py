@@ -420,7 +420,8 @@ class Needs:
         return None
 
     def installed_version(self) -> str | None:
-        """Return the version of the distribution that contains the module, or None if it is unknown."""
+        """Return the version of the distribution ``dist``, or of the one that contains the module; None if it is
+        unknown."""
         top = self.module.partition(".")[0]
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(self.dist or top)

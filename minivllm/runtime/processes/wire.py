@@ -112,7 +112,7 @@ class Wire(Channel):
         select.select((), (self._sock,), (), 0.01)
 
     def ready(self) -> bool:
-        """Return whether there is a message, by one system call."""
+        """Return whether a whole message has arrived, after reading without waiting."""
         return bool(self._came) or (self._hear() and self._gather())
 
     def _watch(self, until: float) -> bool:

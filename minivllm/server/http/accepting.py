@@ -206,7 +206,7 @@ class Acceptor:
         return len(chosen)
 
     def _wait(self, why: str) -> None:
-        """Accept nothing for ``AGAIN`` seconds."""
+        """Accept no connections for ``AGAIN`` seconds, and log the reason ``why``."""
         self._log(f"there is no room for more connections, which have to wait: {why}")
         self._loop.remove_reader(self._bound.fileno())
         self._later = self._loop.call_later(AGAIN, self._resume)

@@ -129,7 +129,7 @@ class TokenScores:
     top: int = 0
 
     async def parts(self, shaper: Shaper) -> AsyncIterator[bytes]:
-        """Yield the JSON list of the scores of all tokens, in parts."""
+        """Yield the JSON list of the log-probabilities of all tokens, in parts."""
         before = b"["
         async for (part,) in shaper.shape(self.kind, self.scored, self.top):
             yield before + part
