@@ -26,7 +26,7 @@ PICTURES = 6  # so that requests share some
 HALVES = {"qwen3": 64, "llama": 32, "qwen2": 32, "mixtral": 32, "qwen3_moe": 32}
 WINDOWED = {"gemma3", "qwen2", "cohere2", "gpt_oss", "gpt_neo"}  # windows are longer than a picture
 # parameters that requests with images refuse
-REFUSED = {"taps", "beam_width", "guidance_scale", "choose_fn", "logits_processors"}
+REFUSED = {"taps", "beam_width", "guidance_scale"}
 
 
 class PictureOptions(BaseModel):

@@ -209,7 +209,10 @@ def test_an_encoder_for_another_model_type_is_refused_by_its_limits():
         LLM(str(text_checkpoint()), encoder="qwen_vl", **OPTIONS)
 
 
-@pytest.mark.parametrize(("options", "reason"), [({"drafter": "ngram"}, "drafter"), ({"enable_lora": True}, "lora")])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"compressor": "streaming"}, "compressor"), ({"tensor_parallel_size": 2}, "tensor_parallel_size")],
+)
 def test_a_named_encoder_beside_something_that_excludes_images_is_an_error(options, reason):
     with pytest.raises(ConfigError, match=f"encoder=.*: images are not implemented with .*{reason}"):
         LLM(str(text_checkpoint()), encoder=Colours, **OPTIONS, **options)

@@ -370,8 +370,6 @@ def check_images(
     refused = {
         "taps": bool(request.taps),
         "pooling": request.pooling is not None,
-        "logits_processors": bool(p.logits_processors),
-        "choose_fn": p.choose_fn is not None,
         wide: p.beam_width is not None or "guidance_scale" in p.extra,
     }
     if name := next((name for name, is_set in refused.items() if is_set), None):

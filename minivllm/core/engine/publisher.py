@@ -481,7 +481,8 @@ class Publisher:
             seq = s.at(slot)
             n = int(s.known[slot])
             try:
-                token = call_foreign(_chosen, seq, logits[h], s.tokens[slot, :n].tolist())
+                ids = seq.request.ids(s.tokens[slot, :n])
+                token = call_foreign(_chosen, seq, logits[h], ids)
             except Exception as e:  # the function of the user failed
                 what = (
                     "choose_fn" if seq.request.params.choose_fn is not None else "logits_processors"

@@ -107,6 +107,31 @@ def test_branches_and_preempted_rows(family, folder):
         llm.check()
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "mistral3"])
+def test_functions_of_requests_get_the_ids_of_placeholders(family, folder):
+    case = Case(family, folder, 2)
+    seen = {"choose_fn": [], "logits_processors": []}
+
+    def choose(logits, ids):
+        seen["choose_fn"].append(list(ids))
+        return int(logits.argmax())
+
+    def process(prompt, output, logits):
+        seen["logits_processors"].append([*prompt, *output])
+        return logits
+
+    with engine(family, folder) as llm:
+        plain = generate(llm, case)[0].outputs[0].token_ids
+        for params in (
+            SamplingParams(max_tokens=24, choose_fn=choose, ignore_eos=True),
+            SamplingParams(max_tokens=24, temperature=0.0, logits_processors=[process], ignore_eos=True),
+        ):
+            output = generate(llm, case, params=params)[0]
+            assert output.error is None and output.outputs[0].token_ids == plain
+    expected = [[*case.reference.placeholders, *plain[:n]] for n in range(24)]
+    assert seen == {"choose_fn": expected, "logits_processors": expected}
+
+
 def test_prompts_that_end_with_an_image_and_branch(folder):
     case = Case("llava", folder, 1)
     case.ids = case.ids[:6]
@@ -295,11 +320,7 @@ def test_engines_that_read_text_only_refuse_images_by_reason(folder, options, re
 def test_requests_with_images_refuse_what_is_not_implemented(folder):
     one = {"prompt_token_ids": [1, 319], "multi_modal_data": {"image": picture(0)}}
     with engine("llava", folder, strategies=["single", "parallel", "beam"]) as llm:
-        for params, text in (
-            (SamplingParams(max_tokens=2, beam_width=2), "beam_width with images"),
-            (SamplingParams(max_tokens=2, choose_fn=lambda logits, ids: 1), "choose_fn with images"),
-            (SamplingParams(max_tokens=2, logits_processors=[lambda ids, x: x]), "logits_processors with images"),
-        ):
+        for params, text in ((SamplingParams(max_tokens=2, beam_width=2), "beam_width with images"),):
             with pytest.raises(RequestError, match=text):
                 llm.generate(one, params, use_tqdm=False)
         for prompt, text in (
