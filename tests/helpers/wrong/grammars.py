@@ -52,24 +52,26 @@ def template() -> type[Grammar]:
 Base = template()
 
 
+class Texts(tuple):
+    """The texts of a grammar.  ``tree`` maps each beginning of a text to the tokens that may follow it."""
+
+
 class Trie(Base):
-    """Right.  The allowed tokens are found by a walk over a tree of all texts."""
+    """Right.  The allowed tokens are found by a walk over a tree of all texts, which is freed with its grammar."""
 
     spec = spec("Trie")
 
     def compile(self, source):
         made = super().compile(source)
-        for text in made.handle:
+        texts = Texts(made.handle)
+        texts.tree = {}
+        for text in texts:
             for n in range(len(text) + 1):
-                self.tree.setdefault((made.handle, text[:n]), super().next(made.handle, text[:n]))
-        return made
-
-    def __init__(self, options, ctx):
-        super().__init__(options, ctx)
-        self.tree = {}
+                texts.tree.setdefault(text[:n], super().next(texts, text[:n]))
+        return Compiled(texts, made.nbytes)
 
     def next(self, texts, text):
-        return self.tree[texts, text]
+        return texts.tree[text]
 
 
 class BytesOnly(Base):
