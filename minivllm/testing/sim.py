@@ -104,7 +104,8 @@ class SimExecutor(Sim):
 
     def submit(self, plan) -> None:
         self.max_tokens = max(self.max_tokens, int(plan.q_len.sum()))
-        self.max_rows = max(self.max_rows, len(plan.slots))
+        drafts = np.count_nonzero(plan.draft)  # further rows of the same slots
+        self.max_rows = max(self.max_rows, len(plan.slots) - drafts)
         self.trail.append((plan.slots.tolist(), plan.q_len.tolist()))
         super().submit(plan)
 

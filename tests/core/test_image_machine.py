@@ -10,7 +10,7 @@ from minivllm.core.engine.images import Images
 from minivllm.plugins.scheduler.fair import Fair
 from minivllm.plugins.scheduler.fcfs import Fcfs
 
-SEEN = ("encoded", "reused", "dropped", "failed", "preempted", "hit", "copied", "forked", "aborted")
+SEEN = ("encoded", "reused", "dropped", "failed", "preempted", "hit", "copied", "forked", "aborted", "drafted")
 
 
 def test_images_keep_their_features_and_prefixes_whatever_happens():

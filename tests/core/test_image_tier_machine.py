@@ -14,7 +14,7 @@ from minivllm.errors import EngineDeadError
 def test_pages_with_parts_of_images_hold_their_own_content_whatever_happens():
     machine = machine_of()
     drive(machine, examples=80)
-    machine.seen.require(finished=100, encoded=3, failed=3, loads=30, **{"loaded without an encoder": 3})
+    machine.seen.require(finished=100, encoded=3, failed=3, loads=30, drafted=100, **{"loaded without an encoder": 3})
 
 
 # ---- planted faults --------------------------------------------------------------------------------------------------

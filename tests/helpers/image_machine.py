@@ -106,8 +106,9 @@ class ImageMachine(EngineMachine):
         prefix=st.sampled_from([True, True, False]),
         room=st.integers(4, 24),
         undivided=st.booleans(),
+        drafts=st.sampled_from([0, 0, 2]),
     )
-    def start(self, data, depth, windows, blocks, budget, prefix, room, undivided):
+    def start(self, data, depth, windows, blocks, budget, prefix, room, undivided, drafts):
         self.clock, self.budget = Clock(), budget + 3 * undivided
         facts = ImageFacts(TOKEN, after=(2,), span=4) if undivided else ImageFacts(TOKEN)
         self.engine = sim_engine(
@@ -118,6 +119,7 @@ class ImageMachine(EngineMachine):
             depth=depth,
             budget=budget,
             prefix=prefix,
+            drafts=drafts,
             policy=data.draw(st.sampled_from(self.policies)),
             images=ImageWiring(max_images=4, cache_mb=1, facts=facts),
             device=ImageDevice,
@@ -200,6 +202,8 @@ class ImageMachine(EngineMachine):
         self.seen["encoded"] += images.encoded
         self.seen["reused"] += images.reused
         self.seen["dropped"] += images.evicted
+        if self.engine.speculation is not None:
+            self.seen["drafted"] += int(self.engine.speculation.proposed.sum())
         self.seen["waited"] += self.engine.images.used > 0
 
 

@@ -41,8 +41,9 @@ class ImageTierMachine(ImageMachine, TierMachine):
         device=st.sampled_from([ImageTierDevice, SlowImageTierDevice]),
         room=st.integers(4, 24),
         undivided=st.booleans(),
+        drafts=st.sampled_from([0, 0, 2]),
     )
-    def start(self, depth, kind, blocks, budget, stores, device, room, undivided):
+    def start(self, depth, kind, blocks, budget, stores, device, room, undivided, drafts):
         self.clock, self.budget = Clock(), budget + 3 * undivided
         facts = ImageFacts(TOKEN, after=(2,), span=4) if undivided else ImageFacts(TOKEN)
         self.engine = sim_engine(
@@ -52,6 +53,7 @@ class ImageTierMachine(ImageMachine, TierMachine):
             windows=(None, 5) if kind == "window" else (None,),
             depth=depth,
             budget=budget,
+            drafts=drafts,
             checkpoints=4 if kind == "states" else None,
             stores=tuple(part(cls) for cls in stores),
             images=ImageWiring(max_images=4, cache_mb=1, facts=facts),
