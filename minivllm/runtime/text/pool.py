@@ -164,7 +164,7 @@ def divided(items: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def run(tokenizer: Tokenizer, job: dict[str, Any], items: Sequence[Any]) -> list[Any]:
-    """Return the results of a job for some items."""
+    """Return the token ids of each text of ``items`` (a job "encode"), or the text of each list of token ids."""
     if job["op"] == "encode":
         return tokenizer.encode_some(items, job["flag"])
     return [tokenizer.decode(ids, job["flag"]) for ids in items]

@@ -67,7 +67,7 @@ class EmbedFields:
 
     @property
     def field(self) -> str:
-        """Return the field of the first prompt."""
+        """Return the name of the body's field that has the first prompt, such as "input"."""
         return field_of(self.place(0, 1))
 
     @classmethod

@@ -434,15 +434,16 @@ class EngineLoop(TurnLoop):
     def _clear(self) -> None:
         """Begin a new frame."""
         self.header: dict[str, Any] = {}
-        self.rows: list[tuple[int, int, int, int, int, int]] = []  # stream, sample, count, end, stop_id, scored
+        # one row for each branch with new tokens: stream, sample, count of tokens, end, stop_id, scored
+        self.rows: list[tuple[int, int, int, int, int, int]] = []
         self.tokens: list[int] = []  # token ids of all ``rows``
         # Parts of the frame before ``rows``, each as two arrays: rows [6, R] with the same columns, and the token ids.
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []
         self.scores = Scores()
         # requests whose first token came: stream, time of the token, cached prompt tokens, time of leaving the queue
         self.firsts: list[tuple[int, float, int, float]] = []
-        self.prompts: list[tuple[int, int, Any]] = []  # stream, first position, plan.LogProbs
-        self.dones: list[tuple[int, float, float]] = []  # stream, done_at, joules
+        self.prompts: list[tuple[int, int, Any]] = []  # scored prompts: stream, first position, plan.LogProbs
+        self.dones: list[tuple[int, float, float]] = []  # ended requests: stream, time of the end, joules
         self.tapped = PooledValues()
         self.routes = RouteColumns()
         self.weight = 0

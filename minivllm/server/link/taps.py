@@ -62,19 +62,20 @@ class PooledTaps:
             raise RequestError(f"{problem}: add fewer vectors, each as wide as its point", "taps")
 
     def header(self) -> dict[str, Any]:
-        """Return the fields of the request's frame header."""
+        """Return the fields about taps of the header of a request's frame."""
         taps = [[tap.point, tap.scale, len(tap.add)] for tap in self.adds]
         return {"taps": taps, "reads": list(self.reads)}
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of the request's frame."""
+        """Return the columns about taps of a request's frame: the added vectors, none without any."""
         if not self.adds:
             return {}
         return {"vectors": np.concatenate([tap.add for tap in self.adds])}
 
     @classmethod
     def of(cls, taps: Sequence[Sequence[Any]], reads: Sequence[Sequence[str]], vectors: np.ndarray) -> PooledTaps:
-        """Return the taps that ``header`` and ``columns`` describe."""
+        """Return the taps of a request's frame: ``taps`` and ``reads`` are fields of its header (see ``header``), and
+        ``vectors`` is its column."""
         adds = []
         at = 0
         for point, scale, width in taps:

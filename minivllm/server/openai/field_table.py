@@ -578,7 +578,8 @@ def _names(text: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def _rows() -> Iterator[BodyField]:
-    """Yield all rows of the table."""
+    """Yield all rows of the table of body fields: declared fields, parameters, aliases, and refused and ignored
+    fields."""
     for routes, declared in DECLARED_FIELDS.items():
         for name, (kind, text, *to) in declared.items():
             yield BodyField(name, DECLARED, "".join(to), text, routes=routes, type=kind)

@@ -196,7 +196,7 @@ class _TextItem:
             text = ""
 
     def _delta(self, text: str, **more: Any) -> JsonObject:
-        """Return the event of a piece of text."""
+        """Return the event that adds a piece of text to the open item."""
         return self._output.item_event(f"{self._event}.delta", content_index=0, delta=text, **more)
 
     def end(self, status: str) -> Events:
