@@ -219,7 +219,7 @@ def _refuse_unheld(node: Schema) -> None:
     # a text may contain an undeclared name twice, which then counts as one property
     if node.get("additionalProperties") is not False or node.get("patternProperties"):
         raise ValueError(
-            f"minProperties={least!r:.30} of names that are not declared: answers are held to one more than is required"
+            f"minProperties={least!r:.30}, where other names are allowed: expected at most one more than required names"
         )
 
 
@@ -261,11 +261,9 @@ def _refuse_unwritable(key: str, value: Any) -> None:
     while left:
         one = left.pop()
         if isinstance(one, str) and any(unwritable(c) for c in one):
-            raise ValueError(f"{key} holds a control character: only \\b, \\t, \\n, \\f and \\r are written")
+            raise ValueError(f"{key} has a control character: expected none except \\b, \\t, \\n, \\f and \\r")
         if _number(one) and not exactly_read(one):
-            raise ValueError(
-                f"{key} holds {one!r:.30}: answers are held to numbers up to 2 ** 53, of at most 15 digits"
-            )
+            raise ValueError(f"{key} has the number {one!r:.30}: expected numbers up to 2 ** 53 of at most 15 digits")
         if isinstance(one, (list, dict)):
             left += one
         if isinstance(one, dict):
@@ -364,6 +362,6 @@ def _written(key: str, node: Node, write: Callable[[Node], str]) -> str:
     kept = within(node, WRITABLE)
     if kept is None:
         raise ValueError(
-            f"{key}: it matches only texts with control characters: \\b, \\t, \\n, \\f and \\r are written"
+            f"{key} matches only texts with control characters: expected none except \\b, \\t, \\n, \\f and \\r"
         )
     return write(kept)
