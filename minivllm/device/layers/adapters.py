@@ -100,5 +100,5 @@ class AdaptedTaps:
         return x if self.then is None else self.then(point, x)
 
     def given(self, point: str) -> Tensor | None:
-        """Return the experts that requests give to a router, as ``StepTaps.given``."""
+        """Return the experts that requests set for a router, as ``StepTaps.given``; None without taps of requests."""
         return None if self.then is None else self.then.given(point)

@@ -44,8 +44,10 @@ class TapsOfStep:
         return x
 
     def given(self, point: str) -> Tensor | None:
-        """Return the experts i32 [T, k] that requests set for a router; -1 leaves the choice to the router.  None means
-        none."""
+        """Return the experts i32 [T, k] that requests set for a router, or None if no request of the step sets any.
+
+        An entry of -1 leaves the choice to the router.
+        """
         self.used.add(point)
         return self.routes.get(point)
 
@@ -61,6 +63,9 @@ class LayerTaps:
         return self.taps(self.prefix + point, x)
 
     def given(self, point: str) -> Tensor | None:
-        """Return the experts that requests set for the router ``point`` of this layer, as ``StepTaps.given``."""
+        """Return the experts that requests set for the router ``point`` of this layer, as ``StepTaps.given``.
+
+        None if the step has no such tap point.
+        """
         name = self.prefix + point
         return self.taps.given(name) if name in self.taps.points else None

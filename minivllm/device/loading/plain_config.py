@@ -156,7 +156,7 @@ def two_ropes(raw: Fields) -> str:
 def _rope(raw: Fields) -> dict[str, Any] | None:
     """Return ``rope_parameters`` in the form of transformers 5, for files in the old and the new form.
 
-    If a file has both, ``rope_scaling`` is used.
+    If a file has both, ``rope_scaling`` is used.  None for a kind or for fields that this reader does not know.
     """
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict) or not given.keys() <= ROPE_NUMBERS | {"rope_type", "type"}:

@@ -254,7 +254,11 @@ class Adapters:
         return tuple(sorted({adapter.method for adapter in found})), tuple(sorted(points))
 
     def taps(self, methods: tuple[int, ...], points: tuple[str, ...], then: StepTaps | None) -> StepTaps | None:
-        """Return the taps of a step: adapters of ``methods`` change the values of ``points`` before ``then``."""
+        """Return the taps of a step: adapters of ``methods`` change the values of ``points`` before the taps ``then``
+        of requests.
+
+        Without ``points`` the result is ``then``.
+        """
         return AdaptedTaps([self.memories[n] for n in methods], points, then) if points else then
 
     @contextmanager

@@ -236,8 +236,8 @@ class Graphs:
         return (self._unless_refused(key) if due else None) or larger
 
     def _decode_key(self, key: GraphKey) -> GraphKey | None:
-        """Return the shape of the capture in which a decode step of shape ``key`` runs.  With gradual captures, or
-        with a long context, the step runs in a larger capture until its shape has occurred DECODE_SIGHTS times."""
+        """Return the shape of the capture that runs a decode step of shape ``key``, None if this capture failed.  With
+        gradual captures or a long context a larger one runs it until its shape has occurred DECODE_SIGHTS times."""
         if key in self.forwards or (not self.later.gradual and key.span <= SHORT):
             return self._unless_refused(key)
         larger = self._larger(key)

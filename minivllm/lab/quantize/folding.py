@@ -122,7 +122,10 @@ def find_fold(layer: nn.Module, inputs: Inputs, heads: int, uses: Uses) -> Fold 
 
 
 def _known_fold(layer: nn.Module, inputs: Inputs, heads: int) -> Fold | None:
-    """Return a fold into the module that was seen to compute the inputs, or into the sibling in ``BEFORE``."""
+    """Return a fold into the module that was seen to compute the inputs, or into the sibling in ``BEFORE``.
+
+    None if neither can take the factors.
+    """
     k = len(inputs.means)
     if inputs.made_by:
         weight = getattr(layer.get_submodule(inputs.made_by), "weight", None)

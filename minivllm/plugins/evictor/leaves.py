@@ -212,7 +212,7 @@ class Leaves(Evictor):
         self.queue.discard(block)
 
     def next(self) -> LeafBlock | None:
-        """Remove and return the ripe block with the smallest rank."""
+        """Remove and return the ripe block with the smallest rank; None if no block is ripe."""
         return self.queue.pop()
 
     def _cut(self, block: LeafBlock) -> None:

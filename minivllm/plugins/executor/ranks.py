@@ -159,8 +159,10 @@ class RankRunner(Runner):
             self._report_failure(running.plan.id, "sample", str(words))
 
     def _whole(self, running: Running) -> Tensor | None:
-        """Return the hidden states from which all ranks compute logits; after a captured FORWARD these include padding
-        rows."""
+        """Return the hidden states from which all ranks compute logits, None if the step has none.
+
+        After a captured FORWARD they include padding rows.
+        """
         if running.graph is None:
             return running.hidden
         return self.graphs.buffers[running.graph.rows].hidden

@@ -17,9 +17,9 @@ class Qwen2(Llama):
         return True, False, False
 
     def windows(self, cfg: Any) -> list[int | None]:
-        """Return the attention window of each layer.
+        """Return the attention window of each layer, None for a layer without one.
 
-        ``layer_types`` gives the layers with a window.  Without it, these are the layers from max_window_layers on.
+        ``layer_types`` names the layers with a window.  Without it, these are the layers from max_window_layers on.
         """
         types = getattr(cfg, "layer_types", None)
         if types is None:
