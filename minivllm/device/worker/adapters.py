@@ -118,7 +118,7 @@ class Adapters:
         self._wake = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._closed = False
-        if self.device.type == "cuda":  # its allocation takes longer than a read
+        if self.device.type == "cuda":  # allocating pinned memory takes longer than a read
             threading.Thread(target=self._reserve, name="minivllm-adapters", daemon=True).start()
 
     def _low_rank_method(self, layers: Mapping[str, Linear]) -> int | None:

@@ -18,7 +18,7 @@ from minivllm.device.kernels.launch import kernel, pdl, wait
 
 from .triton_lora import LoraProduct, TokenGroups, of_tile
 
-GATES, LOOP = 64, 14  # gates that a program computes at a time, and how often
+GATES, LOOP = 64, 14  # gates that a program computes at a time, and number of times
 
 
 @triton.jit

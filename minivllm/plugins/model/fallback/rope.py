@@ -196,7 +196,7 @@ def turns_as_here(function: Callable[..., Any], dim: int, turned: int) -> bool:
         rotated = function(*heads_first, cos[None], sin[None])
         found = [x[0].transpose(0, 1) for x in rotated]
     except Exception:
-        return False  # the function expects other shapes
+        return False  # it expects other shapes of q, k, cos or sin
     wanted = prepare_qk(q, k, torch.arange(tokens), QKPre(cos, sin))
     for a, b in zip(found, wanted, strict=True):
         if a.shape != b.shape or not torch.allclose(a, b, atol=1e-5):
