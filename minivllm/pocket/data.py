@@ -73,7 +73,7 @@ class Writer:
         return ids, weights
 
     def needle(self, longest: int) -> Document:
-        """Return needles in stories of up to `longest` words and signs, with several questions one after the other."""
+        """Return a conversation with needles in stories of up to `longest` words and signs, and 1 to 6 questions."""
         rng = self.rng
         pieces = 0 if longest < 60 else rng.randint(40, longest)
         most = 32 if pieces > 400 else 12
