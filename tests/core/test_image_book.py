@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from minivllm.core.engine import images as book
+from minivllm.core.engine.image_content import digests_by_block
 from minivllm.core.engine.images import Images
 from minivllm.core.engine.request import Seq
 from minivllm.core.interfaces.executor import ImageWiring
@@ -145,3 +146,24 @@ def test_placing_and_counting_read_no_other_contents():
     made.contents = Counted(made.contents)
     seq = seq_of(request_of(made, 7))
     assert made.place(seq) and made.stats()["images"]["feature_bytes"] > 0
+
+
+def test_a_block_has_the_digests_of_exactly_the_images_that_overlap_it():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        size = int(rng.integers(1, 7))
+        images, at = [], 0
+        for number in range(int(rng.integers(0, 5))):
+            at += int(rng.integers(0, 6))
+            made = PreparedImage(np.zeros(1), (1, 1, 1), int(rng.integers(1, 12)), bytes([number]) * 32)
+            images.append(PlacedImage(made, at))
+            at += made.tokens
+        first = int(rng.integers(0, 4))
+        last = first + int(rng.integers(0, 12))
+        expected = {}
+        for i in range(first, last):
+            for one in images:
+                if set(range(one.position, one.end)) & set(range(i * size, i * size + size)):
+                    where = np.array([one.position - i * size, one.image.tokens], "<i4").tobytes()
+                    expected[i] = expected.get(i, b"") + one.image.digest + where
+        assert digests_by_block(images, size, first, last) == expected

@@ -21,12 +21,12 @@ def test_pages_with_parts_of_images_hold_their_own_content_whatever_happens():
 
 
 def keys_lack_the_content_of_images(monkeypatch):
-    monkeypatch.setattr(tiers, "digests_in", lambda images, first, end: b"")
+    monkeypatch.setattr(tiers, "digests_by_block", lambda images, *blocks: {})
 
 
 def keys_have_the_first_image_only(monkeypatch):
-    real = tiers.digests_in
-    monkeypatch.setattr(tiers, "digests_in", lambda images, first, end: real(images[:1], first, end))
+    real = tiers.digests_by_block
+    monkeypatch.setattr(tiers, "digests_by_block", lambda images, *blocks: real(images[:1], *blocks))
 
 
 def tenants_share_pages(monkeypatch):

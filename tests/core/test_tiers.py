@@ -51,7 +51,7 @@ def the_tenant_is_missing(real, self, salt):
 
 
 @fault(Tiers)
-def keys_have_no_parent(real, self, tokens, salt, keys, blocks):
+def keys_have_no_parent(real, self, tokens, salt, keys, blocks, images=()):
     """In ``keys_of``, a key depends on the tokens of its own block only."""
     for i in range(len(keys), blocks):
         step = self.cache.block

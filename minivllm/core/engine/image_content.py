@@ -43,14 +43,17 @@ def without_numbers(tokens: np.ndarray, images: Sequence[PlacedImage]) -> np.nda
     return ids
 
 
-def digests_in(images: Sequence[PlacedImage], first: int, end: int) -> bytes:
-    """Return bytes that identify the parts of images among the tokens ``[first, end)`` of a prompt; none without a
-    part of an image.
+def digests_by_block(
+    images: Sequence[PlacedImage], size: int, first: int, last: int
+) -> dict[int, bytes]:
+    """Return bytes that identify the parts of images in each block of ``size`` tokens, for the blocks ``first`` to
+    ``last`` - 1 of a prompt.  A block without a part of an image is left out.
 
-    They are the digest of each image, its first token relative to ``first``, and its number of tokens."""
-    parts = b""
+    The bytes are the digest of each image, its first token relative to the block, and its number of tokens."""
+    parts: dict[int, bytes] = {}
     for placed in images:
-        if placed.position < end and placed.end > first:
-            where = placed.position - first, placed.image.tokens
-            parts += placed.image.digest + np.array(where, "<i4").tobytes()
+        digest = placed.image.digest
+        for i in range(max(first, placed.position // size), min(last, -(-placed.end // size))):
+            where = placed.position - i * size, placed.image.tokens
+            parts[i] = parts.get(i, b"") + digest + np.array(where, "<i4").tobytes()
     return parts

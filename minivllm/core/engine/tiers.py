@@ -23,7 +23,7 @@ import numpy as np
 from minivllm.core.interfaces.kvstore import KEY_BYTES
 from minivllm.core.mover import DROP, LOOK, RELEASE
 
-from .image_content import digests_in, without_numbers
+from .image_content import digests_by_block, without_numbers
 from .taps import most_cached
 from .tier_choice import LoadChoice
 from .tier_index import TierIndex
@@ -166,9 +166,9 @@ class Tiers:
             digest = keys[-1] if keys else self.root(salt)
             size = self.cache.block
             raw = without_numbers(tokens, images).tobytes()
+            of_images = digests_by_block(images, size, len(keys), blocks)
             for i in range(len(keys), blocks):
-                first, end = i * size, (i + 1) * size
-                part = raw[4 * first : 4 * end] + digests_in(images, first, end)
+                part = raw[4 * size * i : 4 * size * (i + 1)] + of_images.get(i, b"")
                 digest = blake2b(digest + part, digest_size=KEY_BYTES).digest()
                 keys.append(digest)
         return keys

@@ -156,16 +156,16 @@ def test_the_identity_of_pages_depends_on_the_image_processor_and_the_encoder(fo
 
 def numbers_enter_the_keys(monkeypatch):
     monkeypatch.setattr(tiers, "without_numbers", lambda tokens, images: np.ascontiguousarray(tokens, np.int32))
-    monkeypatch.setattr(tiers, "digests_in", lambda images, first, end: b"")
+    monkeypatch.setattr(tiers, "digests_by_block", lambda images, *blocks: {})
 
 
 def keys_lack_the_content_of_images(monkeypatch):
-    monkeypatch.setattr(tiers, "digests_in", lambda images, first, end: b"")
+    monkeypatch.setattr(tiers, "digests_by_block", lambda images, *blocks: {})
 
 
 def keys_have_the_first_image_only(monkeypatch):
-    real = tiers.digests_in
-    monkeypatch.setattr(tiers, "digests_in", lambda images, first, end: real(images[:1], first, end))
+    real = tiers.digests_by_block
+    monkeypatch.setattr(tiers, "digests_by_block", lambda images, *blocks: real(images[:1], *blocks))
 
 
 @pytest.mark.parametrize(
@@ -188,4 +188,4 @@ def test_a_page_of_another_image_is_caught(fault, folder, tmp_path, monkeypatch)
 def test_keys_of_text_have_the_tokens_as_they_are():
     tokens = np.array([5, 6, 900], np.int32)
     assert without_numbers(tokens, ()).tolist() == [5, 6, 900]
-    assert tiers.digests_in((), 0, 4) == b""
+    assert tiers.digests_by_block((), 4, 0, 9) == {}
