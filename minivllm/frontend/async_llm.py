@@ -316,8 +316,10 @@ class AsyncLLM(FrontDoor):
             raise EngineDeadError(f"the engine's thread is still in a step after {timeout} s; call close again later")
         self._preparing.shutdown(wait=False, cancel_futures=True)
         self._close_pool()
-        self.engine.stop()
-        self._recorder.close()
+        try:
+            self.engine.stop()
+        finally:
+            self._recorder.close()
 
     async def __aenter__(self) -> AsyncLLM:
         """Return the engine."""

@@ -494,8 +494,10 @@ class LLM(FrontDoor):
     def close(self) -> None:
         """Free the memory, and write the record if the user set ``record``.  A second call does nothing."""
         self._close_pool()
-        self.engine.stop()
-        self._recorder.close()
+        try:
+            self.engine.stop()
+        finally:
+            self._recorder.close()
 
     def __enter__(self) -> LLM:
         """Return the engine."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from minivllm import LLM, AsyncLLM, SamplingParams
+from minivllm.plugins.executor.local import Local
+from minivllm.plugins.executor.spec import LOCAL
 from minivllm.testing.tiny import tiny_dir
 
 OPTIONS = dict(skip_tokenizer_init=True, dtype="float32", num_kvcache_blocks=64, max_num_seqs=8, max_model_len=256)
@@ -164,3 +167,24 @@ def test_ten_engines_in_turn_leave_the_free_memory_of_the_start(tmp_path):
         left[kind] = (start - free()) / GIB
     print("".join(f"\n{kind:16} {gib:6.3f} GiB less than at the start" for kind, gib in left.items()))
     assert max(left.values()) < 1.0, left
+
+
+class FailsToStop(Local):
+    """An executor whose ``stop`` raises."""
+
+    spec = replace(LOCAL, impl=f"{__name__}:FailsToStop")
+
+    def stop(self):
+        super().stop()
+        raise RuntimeError("the device does not answer")
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_an_executor_that_cannot_be_stopped_loses_no_record(kind, tmp_path):
+    record = tmp_path / "run.json"
+    llm = kind("pocket", executor=FailsToStop, record=str(record), device="cpu")
+    stopped = []
+    llm.engine.events.engine_stopped.subscribe(stopped.append)
+    with pytest.raises(RuntimeError, match="does not answer"):
+        llm.close()
+    assert record.exists() and len(stopped) == 1

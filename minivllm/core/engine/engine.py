@@ -693,7 +693,8 @@ class Engine:
             # an error here loses only pages that were not stored yet
             with contextlib.suppress(EngineDeadError):
                 self.cache.tiers.flush(partial(self.ask, self.executor.call), time.sleep)
-        self.executor.stop()
-        if self.grammars is not None:
-            self.grammars.close()
-        self.events.engine_stopped(error)
+        with contextlib.ExitStack() as rest:  # the rest is closed even if the executor raises
+            rest.callback(self.events.engine_stopped, error)
+            if self.grammars is not None:
+                rest.callback(self.grammars.close)
+            call_foreign(self.executor.stop)

@@ -85,7 +85,8 @@ class StructuredOutputsParams:
         for name in value:
             if name not in known:
                 hint = suggest(str(name), known)
-                raise _refused(f"{NAME}: unknown field {shown(name)}.{hint}")
+                accepted = ", ".join(field for field in known if field != "reply")
+                raise _refused(f"{NAME}: unknown field {shown(name)}; expected {accepted}.{hint}")
         return cls(**value)
 
     def __post_init__(self) -> None:

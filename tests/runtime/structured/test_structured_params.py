@@ -25,7 +25,7 @@ from minivllm.plugins.grammar.xgrammar_schema import unheld
     [
         ({}, "structured_outputs: none given; expected exactly one of json, regex, choice, grammar, json_object"),
         ({"json": {}, "regex": "a"}, "json and regex given"),
-        ({"jsn": {}}, "unknown field 'jsn'. Did you mean 'json'?"),
+        ({"jsn": {}}, "unknown field 'jsn'; expected json, regex, "),
         ({"regex": ""}, "structured_outputs.regex=: expected a text that is not empty"),
         ({"regex": 7}, "structured_outputs.regex=7"),
         ({"choice": "yes"}, "structured_outputs.choice=yes: expected a list of texts"),
