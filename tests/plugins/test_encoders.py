@@ -13,7 +13,9 @@ from wrong.encoders import Colours, Grid
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.encoder import EncoderContext
+from minivllm.device.layers import patch_tower
 from minivllm.device.loading.hf_config import open_checkpoint
+from minivllm.device.worker import encoder_graphs
 from minivllm.errors import ConfigError, PluginError, RequestError
 from minivllm.plugins.encoder.qwen_vl import Qwen3VL, QwenVL
 from minivllm.testing import EncoderConformance
@@ -91,6 +93,24 @@ def test_the_own_tower_gives_the_features_of_transformers_for_one_and_several_im
         assert len(own) == len(right) == made.facts().levels
         for a, b, two in zip(own, right, both, strict=True):
             assert (a - b).abs().max() < 2e-6 * b.abs().max() + 1e-6 and torch.allclose(two[: len(a)], a, atol=1e-4)
+
+
+def test_both_calls_of_a_capture_have_the_same_attention_whatever_sizes_come_between():
+    folder = image_checkpoint("qwen3_vl")
+    made = Qwen3VL(None, EncoderContext(str(folder), open_checkpoint(folder).raw))
+    made.load("cpu", "float32")
+    tower, merge = made.tower, made.tower.merge
+    grid = (1, 2 * merge, 2 * merge)
+    sights = []
+    for _ in range(encoder_graphs.SIGHTS):
+        sights.append(tower.frequent(grid))
+        tower.tables(grid)
+        for columns in range(3, 4 + patch_tower.GRIDS):
+            tower.tables((1, merge, columns * merge))
+    assert grid not in tower._tables and not any(sights)
+    first = tower.frequent(grid)  # the call before the graph is recorded
+    tower.tables(grid)
+    assert first and tower.frequent(grid)
 
 
 @pytest.mark.gpu
