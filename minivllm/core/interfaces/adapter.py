@@ -162,8 +162,9 @@ class LowRank(NamedTuple):
 
 
 # change(product, x) returns the changed product [T, out] of a layer, as far as it belongs to this
-# process. product(x) is the product of the layer itself. A change may also have the method ``gated`` of
-# ``LayerAdapters``, which computes the gate of an MLP too.
+# process. product(x) is the product of the layer itself. A change may also have the method
+# gated(product, x, activation, following), which computes the gate of an MLP too (``LayerAdapters.gated``);
+# ``following`` is the change of the same method for the layer that reads the result, or None.
 LayerChange = Callable[["Callable[[Tensor], Tensor]", "Tensor"], "Tensor"]
 
 

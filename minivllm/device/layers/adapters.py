@@ -61,16 +61,21 @@ class LayerAdapters:
         """Return activation(gate) * up [T, n] of the changed product [T, 2 n] = gate | up for x [T, in], None if the
         method of the running step does not compute both together.
 
-        ``following`` are the adapters of the layer that reads the result, which may be computed ahead."""
-        change = self._only(x, "gated")
-        after = None if following is None else following._only(x, "gated")
-        return None if change is None else change.gated(product, x, activation, after)
+        ``following`` are the adapters of the layer that reads the result.  If the same method is the only one that
+        changes it, its ``gated`` receives that change, and may compute a part of its products ahead."""
+        number, change = self._only(x)
+        if change is None or not hasattr(change, "gated"):
+            return None
+        other, after = (-1, None) if following is None else following._only(x)
+        found: Tensor | None = change.gated(product, x, activation, after if other == number else None)
+        return found
 
-    def _only(self, x: Tensor, method: str) -> Any:
-        """Return the only change of the running step for x [T, in] if it has a ``method``, else None."""
+    def _only(self, x: Tensor) -> tuple[int, Any]:
+        """Return the number of the only method of the running step that may change the layer for x [T, in], and its
+        change; (-1, None) if there are none or several."""
         self.active.match(len(x))
-        active = [change for number, change in self.changes if number in self.active.numbers]
-        return active[0] if len(active) == 1 and hasattr(active[0], method) else None
+        active = [(number, change) for number, change in self.changes if number in self.active.numbers]
+        return active[0] if len(active) == 1 else (-1, None)
 
     def added_to(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return product(x) [T, out] as the methods of the running step change it, for x [T, in].
