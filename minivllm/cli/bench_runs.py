@@ -55,26 +55,32 @@ LENGTHS = ("input_len", "output_len", "prefix_len")
 
 
 def count(text: str) -> int:
-    """Return the whole number, at least 1, in a flag's text.  ArgumentTypeError for a smaller number."""
+    """Return the whole number, at least 1, in a flag's text.
+
+    ArgumentTypeError for a smaller number, and ValueError for another text."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: expected a positive number")
+        raise argparse.ArgumentTypeError(f"{value}: expected a whole number of at least 1")
     return value
 
 
 def non_negative(text: str) -> int:
-    """Return the whole number, at least 0, in a flag's text.  ArgumentTypeError for a smaller number."""
+    """Return the whole number, at least 0, in a flag's text.
+
+    ArgumentTypeError for a smaller number, and ValueError for another text."""
     value = int(text)
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{value}: expected 0 or a positive number")
+        raise argparse.ArgumentTypeError(f"{value}: expected a whole number of at least 0")
     return value
 
 
 def positive(text: str) -> float:
-    """Return the finite number above 0 in a flag's text.  ArgumentTypeError for any other number."""
+    """Return the finite number above 0 in a flag's text.
+
+    ArgumentTypeError for any other number, including nan and inf, and ValueError for a text that is no number."""
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: expected a positive number")
+        raise argparse.ArgumentTypeError(f"{text} is out of range: expected a finite number above 0")
     return value
 
 
@@ -84,7 +90,9 @@ def comma_list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def target(text: str) -> tuple[str, float]:
-    """Return the name and the milliseconds of a latency target, written ``ttft:200``.  ArgumentTypeError."""
+    """Return the name and the milliseconds of a latency target, written ``ttft:200``.
+
+    ArgumentTypeError for an unknown name, and for milliseconds that are not finite and above 0."""
     name, _, value = text.partition(":")
     if name not in TARGETS:
         names = ", ".join(TARGETS)

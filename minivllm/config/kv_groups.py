@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def attention_layers(arch: ModelArch, cfg: Any) -> tuple[AttnSpec, ...]:
-    """Return the attention layers of a model.  PluginError if the architecture returns anything else."""
+    """Return the ``AttnSpec`` of each attention layer of a model with the configuration ``cfg``.
+
+    ``arch.attention(cfg)`` may return any iterable of them, or a single one.  PluginError if it returns anything that
+    is not an ``AttnSpec``."""
     from minivllm.core.interfaces.attention import AttnSpec
 
     value: Any = arch.attention(cfg)

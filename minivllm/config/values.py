@@ -330,8 +330,8 @@ class EngineConfig(Strict):
     model_arch: One = PluginChoice()
     model_impl: Impl = Field(
         "auto",
-        description="minivllm: a plug-in that names the architecture; transformers: its model class; auto: the latter "
-        "only if no plug-in names the architecture",
+        description="minivllm: the plug-in for the architecture; transformers: the class in transformers; auto: the "
+        "plug-in, or the class in transformers if there is no plug-in for the architecture",
     )
     executor: One = PluginChoice()
     kv_format: One = PluginChoice()

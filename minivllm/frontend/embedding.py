@@ -31,7 +31,7 @@ HINTS = {
     "lora_request": "vectors are the base model's; adapters serve generate and chat",
     "tokenization_kwargs": "use truncate_prompt_tokens, or tokenize the prompt yourself and pass token ids",
 }
-TOGETHER = 32  # number of vectors in one product
+TOGETHER = 32  # number of vectors that ``cosines`` converts to float64 and multiplies at a time
 ALL = -1  # value of truncate_prompt_tokens for as many tokens as the context holds
 
 
@@ -112,7 +112,7 @@ def cosines(one: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
     """Return the cosines f64 [n] of the angles between a vector f32 [hidden] and others, all of length 1."""
     column = one.astype(np.float64)
     products = np.empty(len(others))
-    # the float64 copy of few vectors stays in the cache of a processor
+    # in parts of ``TOGETHER`` vectors, because the float64 copy of a part fits into a processor's cache
     for at in range(0, len(others), TOGETHER):
         block = np.array(others[at : at + TOGETHER], np.float64)
         products[at : at + TOGETHER] = block @ column

@@ -18,7 +18,9 @@ USUAL = {  # fact -> value that is used if the limits allow it
     "tensor_parallel_size": 1, "format": "folder", "tokenizer_class": "LlamaTokenizer",
 }  # fmt: skip
 
-OPTIONAL = ("sm", "block", "holds")  # facts that are missing in some queries of the engine
+# Facts that the engine leaves out of some of its queries.  The function ``check`` of a spec must answer without them,
+# and so ``partly`` yields facts without them too.
+OPTIONAL = ("sm", "block", "holds")
 # facts whose value in a query is a set of sizes if the layers of a model differ
 SIZES = ("dim_qk", "dim_v", "queries_per_kv")
 

@@ -81,7 +81,7 @@ def test_the_table_adds_up_to_all(capsys):
             ["--input-len", "95"],
             "--input-len 95 and --steps 1 need",
         ),
-        (["--steps", "0"], "0: expected a positive number"),
+        (["--steps", "0"], "0: expected a whole number of at least 1"),
         (["--trace", "/no/folder/t.json"], "/no/folder/t.json: No such file or directory"),
     ],
 )

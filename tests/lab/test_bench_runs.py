@@ -300,7 +300,7 @@ def test_memory_names_what_the_weights_and_the_kv_blocks_take(capsys):
         (["serve", "--goodput", "ttft:1", "ttft:2"], "--goodput: the same name twice"),
         (["serve", "--find-knee", "--direct", "--num-prompts", "3"], "3 requests are too few for it"),
         (["serve", "--request-rate", "1,2", "--max-concurrency", "1,2"], "only one of them may have several values"),
-        (["serve", "--request-rate", "0"], "expected a positive number"),
+        (["serve", "--request-rate", "0"], "0 is out of range: expected a finite number above 0"),
         (["serve", "--direct", "--timeout", "3"], "--timeout 3 is for answers over HTTP"),
         (["serve", "--burstiness", "0.5"], "--burstiness is for arrivals at a --request-rate"),
         (["serve", "--goodput-share", "0.5"], "--goodput-share is for --find-knee with --goodput"),

@@ -58,7 +58,7 @@ class NamedPrefixes:
 
     def __init__(self, owner: NameOwner, opened: Sequence[Mapping[str, Any]]) -> None:
         """Read the names that the tier has stored before, and protect their pages from eviction.  ``opened`` has the
-        answer of each rank (worker process) at the start."""
+        facts that each rank (worker process) returned when it opened its tiers."""
         self.owner = owner
         keeping = [i for i, facts in enumerate(opened[0]["tiers"]) if facts["keeps_names"]]
         self.tier = keeping[0] if keeping else -1
@@ -75,7 +75,9 @@ class NamedPrefixes:
 
     @property
     def index(self) -> TierIndex:
-        """Return the index of the tier that stores named prefixes.  RequestError if no tier does."""
+        """Return the ``TierIndex`` (the pages by key, and the evictor) of the tier that stores named prefixes.
+
+        RequestError if no tier can store them."""
         if self.tier < 0:
             raise RequestError("no storage tier can keep named prefixes; add disk to kvstore")
         return self.owner.tiers[self.tier]

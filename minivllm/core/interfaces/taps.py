@@ -71,7 +71,10 @@ class Tap:
 
 
 def _vector(value: Any) -> np.ndarray:
-    """Return a value as a read-only copy f32 [width].  RequestError if it is not a list of finite numbers."""
+    """Return the field ``add`` of a tap as a read-only copy f32 [width].
+
+    ``value`` is a list, numpy array or torch tensor.  RequestError if it is empty, if it has not exactly one dimension,
+    or if an element is no number or is not finite in float32."""
     if hasattr(value, "detach"):
         # A torch tensor may be on a GPU and of a dtype that numpy does not have.
         value = value.detach().cpu().double().numpy()
@@ -80,7 +83,11 @@ def _vector(value: Any) -> np.ndarray:
     except (TypeError, ValueError):  # lists of unequal length, or elements that are not numbers
         array = np.empty(0, object)
     if array.dtype.kind not in "fiu" or array.ndim != 1 or not array.size:
-        raise _refused("add", value, "one list of numbers, as many as the point is wide")
+        raise _refused(
+            "add",
+            value,
+            "a list, array or tensor with one dimension and as many numbers as the point is wide",
+        )
     with np.errstate(over="ignore"):
         vector = array.astype(np.float32)
     if not np.isfinite(vector).all():

@@ -133,7 +133,9 @@ def takes(stored: StoredWeight | None) -> int:
     rows, inputs = stored.weight.shape
     group = stored.group or inputs
     if group & (group - 1) and (group <= 64 or stored.scale.numel() != rows):
-        return 0  # the kernels need tiles of up to 128 inputs that lie in one group or consist of whole groups
+        # A tile of the kernels has up to 128 inputs.  It must lie in one group or consist of whole groups, which is
+        # impossible for groups of this size.
+        return 0
     if stored.weight.dtype in (torch.int8, torch.float8_e4m3fn):
         return 8
     if stored.weight.dtype != torch.uint8 or not stored.group:
@@ -178,7 +180,9 @@ class PackedExperts(ExpertProducts):
         self.fixed = False
 
     def _tile(self, pairs: int, gated: bool) -> dict[str, int]:
-        # one choice for both products, which share the blocks of pairs
+        """Return the tile for ``pairs`` pairs of a token and an expert, of the kernel for gate and up (``gated``) or
+        for down."""
+        # Both kernels use the same entry of the table, because they share the blocks of pairs.
         table = TILES[max(one.form for one in self.packed)]
         up, down = next(both for most, *both in table if pairs / self.count <= most)
         return dict(zip(("BM", "BN", "BK", "STAGES", "num_warps"), up if gated else down, strict=True))

@@ -217,9 +217,10 @@ class Product:
             self.rows = MANY_ROWS[mode] if weight.numel() <= SMALL else MOST_ROWS
 
     def fits(self, x: Tensor) -> bool:
-        """Return whether the kernel supports x.
+        """Return whether the kernel supports x [M, K].
 
-        float16 is excluded, because the residual stream times the norm's weight, before the division, may overflow it.
+        x may be the residual stream times the weight of its norm, not yet divided by its root mean square.  Such values
+        may overflow float16, so x in float16 is not supported.
         """
         alike = x.dtype == self.weight.dtype != torch.float16
         return 0 < x.shape[0] <= self.rows and alike and x.is_contiguous() and self.weight.is_contiguous()

@@ -158,7 +158,8 @@ class Quantized(QuantizedWeight):
 class FusedProduct(EpilogueProduct):
     """A product with an epilogue for few rows (``fits``), with the interface of ``products.Product``.
 
-    For more rows the operation before the product rounds the rows, if ``scaled``, a ``ScaledProduct``, is given.
+    ``scaled`` is a ``ScaledProduct`` for more rows of x, which the operation before the product rounds to 8 bits.  None
+    means that rows are not rounded.
     """
 
     def __init__(self, *given: Any, scaled: Any = None, **more: Any) -> None:
@@ -175,9 +176,10 @@ class FusedProduct(EpilogueProduct):
         return self.rounded is not None or (self.form.bits == 4 and not self.form.table)
 
     def fits(self, x: Tensor) -> bool:
-        """Return whether a kernel supports x.
+        """Return whether a kernel with this epilogue, for one row or for a few, supports x [M, K].
 
-        float16 is excluded, because the residual stream times the norm's weight, before the division, may overflow it.
+        x may be the residual stream times the weight of its norm, not yet divided by its root mean square.  Such values
+        may overflow float16, so only bfloat16 is supported.
         """
         if x.dtype != torch.bfloat16 or not x.is_contiguous():
             return False
@@ -212,8 +214,9 @@ class FusedProduct(EpilogueProduct):
         return self.scaled.weight.dtype
 
     def of_rows(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Compute the product [M, N] in ``dtype`` of codes [M, K] times scale [M, 1], the result of ``rows`` in the
-        dtype of ``rounds``.
+        """Compute the product [M, N] in ``dtype`` of codes [M, K] times scale [M, 1].
+
+        The codes are rows of x that were rounded to the dtype of ``rounds``.
         """
         y = torch.empty((len(codes), len(self.scaled.weight)), dtype=dtype, device=codes.device)
         return self.scaled.of_rows(codes, scale, y)

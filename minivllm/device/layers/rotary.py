@@ -162,7 +162,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     ``cos`` and ``sin`` come from ``gather_rotary``.  The arithmetic is float32, the result has the dtype of x."""
     dim = cos.shape[-1]
     head = (x if x.shape[-1] == dim else x[..., :dim]).float()
-    # ``addcmul`` may round its product, depending on the element's position in a thread's share
+    # ``torch.addcmul`` is not used, because it rounds the product before the sum for some elements only, depending on
+    # their positions in a thread's share.
     turned = head.roll(dim // 2, -1).mul_(sin)
     y = (head * cos).add_(turned).to(x.dtype)
     if x.shape[-1] == dim:

@@ -36,15 +36,19 @@ class Fold(NamedTuple):
     repeats: int
 
     def tied(self, x: Tensor) -> Tensor:
-        """Return means f32 [inputs], averaged over the inputs that come from the same output of ``maker``."""
+        """Return x f32 [inputs] with each value replaced by the mean over the inputs from the same output of ``maker``.
+
+        x has a statistic of each input, such as the mean of its absolute values.
+        """
         if self.repeats == 1:
             return x
         by_head = x.view(self.heads, self.repeats, -1)
         return by_head.mean(1, keepdim=True).expand_as(by_head).reshape(-1)
 
     def own(self, s: Tensor) -> Tensor:
-        """Return the factor of each output of ``maker``, given the factors s [inputs] of the inputs of the scaled
-        modules.
+        """Return the factor of each output of ``maker`` [inputs / repeats].
+
+        s [inputs] has the factors of the inputs; they are equal for inputs from the same output.
         """
         if self.repeats == 1:
             return s
@@ -56,8 +60,8 @@ class Uses(NamedTuple):
     """The modules of a layer that share inputs, by name.  Only modules with parameters and without submodules are
     included.
 
-    ``beside`` maps a module to all modules that read the same tensors.  ``after`` maps a module to all modules that
-    read its output.
+    ``beside`` maps a module to all modules that read the same tensors, including itself.  ``after`` maps a module to
+    all modules that read its output.
     """
 
     beside: Mapping[str, set[str]]
@@ -65,7 +69,7 @@ class Uses(NamedTuple):
 
 
 def find_uses(layer: nn.Module, run: Callable[[Tensor], Tensor], sample: Tensor) -> Uses:
-    """Record which modules read and write which tensors while ``run`` computes the layer for a sample."""
+    """Return the modules that share inputs, found by hooks while ``run`` computes the layer for a sample."""
     readers: list[tuple[Tensor, set[str]]] = []  # tensors are kept alive, so that each is a different object
     outputs: list[tuple[Tensor, str]] = []
 
@@ -122,9 +126,9 @@ def find_fold(layer: nn.Module, inputs: Inputs, heads: int, uses: Uses) -> Fold 
 
 
 def _known_fold(layer: nn.Module, inputs: Inputs, heads: int) -> Fold | None:
-    """Return a fold into the module that was seen to compute the inputs, or into the sibling in ``BEFORE``.
+    """Return a fold into the norm that computed the inputs in the forward pass, or into the sibling in ``BEFORE``.
 
-    None if neither can take the factors.
+    Return None if there is no such module, or if it cannot be divided by the scales.
     """
     k = len(inputs.means)
     if inputs.made_by:

@@ -192,9 +192,12 @@ class LoraMemory(AdapterMemory):
         for name, convert in plan.conversions:
             convert(source.tensor(name), weights)
         for first, stop, scale in plan.scales:
-            if scale != 1.0:  # torch multiplies numbers of 16 bits by a number in float32, and rounds once
+            # Weights of 16 bits need no copy in float32: torch computes their product with a Python number in float32
+            # and rounds it once.
+            if scale != 1.0:
                 weights[first:stop].mul_(scale)
-        # infinite numbers are refused, because products of all adapters of a step are added up in common sums
+        # A weight that is not finite would spoil the results of other adapters' tokens, because the products of all
+        # adapters of a step are added up in common sums.
         if not all_finite(weights, self.arena.dtype):
             dtype = str(self.arena.dtype).removeprefix("torch.")
             raise adapter_refusal(folder, f"its weights, with their scale, are not all finite numbers in {dtype}")

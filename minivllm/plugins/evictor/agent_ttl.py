@@ -6,8 +6,9 @@ meanwhile.  Here they have a time to live, as in Continuum (arXiv:2511.02230)::
     turn ends ──► kept ──time to live is over──► loose ──► evicted, the block released longest ago first
                     └──no loose block is left──► evicted, the block whose next use is expected last first
 
-The time to live is ``slack`` times the expected time to the next turn: ``next_s`` of the client, or the mean of the
-pauses of this session so far.  Without either, the blocks are loose at once.
+The time to live is ``slack`` times the expected time to the next turn, and at most ``longest``.  The expected time is
+``next_s`` of the client, else a moving average of the session's pauses, in which the newest pause has half of the
+weight.  Without either, the blocks are loose at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from minivllm.core.interfaces.session import SessionTurn
 from .leaves import LeafBlock, RankQueue
 from .sessions import SessionLeaves
 
-NEW = 0.5  # weight of the newest pause of a session in the mean of its pauses
+NEW = 0.5  # weight of the newest pause in the moving average of a session's pauses
 
 
 @dataclass(slots=True)
@@ -36,7 +37,8 @@ class Pause:
     begun: float
     due: float = -math.inf  # time at which the next turn is expected; -inf if unknown
     end: float = -math.inf  # time at which the time to live of the session's blocks ends
-    mean: float | None = None  # mean of the session's pauses so far
+    # moving average of the session's ended pauses, in which the newest has the weight ``NEW``; None before the first
+    mean: float | None = None
 
 
 class AgentTtl(SessionLeaves):

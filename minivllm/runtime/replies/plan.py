@@ -51,9 +51,13 @@ KEYWORD = Lookahead(re.compile(r"\)|[A-Za-z_]\w{0,63}\s{0,8}="), re.compile(r"(?
 
 @dataclass(frozen=True)
 class CallCandidate:
-    """A possible head of a call: the elements before the call, of its head, and after its head.
+    """A syntax with which a call, or reasoning, may begin.
 
-    ``form`` is the spelling of the call.  None means that reasoning begins.
+    ``before`` has the elements before the head of a call, and ``head`` those of the head.  ``then`` is the name of the
+    beginning of the arguments, such as ``STREAM``.  ``form`` is the spelling of the call.
+
+    For reasoning, ``form`` is None, ``before`` has the elements of the opening text after its tag, and ``head`` is
+    empty.
     """
 
     form: FormPlan | None
@@ -62,9 +66,11 @@ class CallCandidate:
     then: str
 
     def read(self, text: str, at: int) -> tuple[int, str]:
-        """Return the position at which the arguments begin, and the name of the function, "" if it is unknown.
+        """Return the position in ``text`` at which the arguments begin, and the name of the function, or "".
 
-        The position is ``NO`` if the head does not match, or ``PARTIAL`` if more text may complete it.
+        ``at`` is the position from which to read.  For an object that is read as a whole, the returned position is that
+        of the object, and the name is "".  The position is ``NO`` if the head does not match, or ``PARTIAL`` if more
+        text may complete it.
         """
         begin, _ = match_elements(self.before, text, at)
         if begin < 0:
@@ -112,8 +118,8 @@ class PairPlan:
 class TagRole:
     """The meanings that a tag may have where it occurs."""
 
-    calls: tuple[CallCandidate, ...] = ()
-    thought: CallCandidate | None = None  # the reasoning whose start this tag is, or None
+    calls: tuple[CallCandidate, ...] = ()  # the syntaxes of calls that may begin with this tag
+    thought: CallCandidate | None = None  # the syntax of reasoning that begins with this tag, or None
     closes: bool = False  # whether the tag ends reasoning
 
 
@@ -245,7 +251,7 @@ class FormatPlan:
         return pieces[0], tuple(self._templates.elements(rest))
 
     def _add_role(self, tag: str, calls: Sequence[CallCandidate] = (), thought: CallCandidate | None = None) -> None:
-        """Add a meaning of a tag: the heads of calls, or the reasoning, that it may begin."""
+        """Add meanings of a tag: the syntaxes of calls, and of reasoning, that may begin with it."""
         for text in self._templates.spellings[tag]:
             self._merge(text, TagRole(tuple(calls), thought))
 

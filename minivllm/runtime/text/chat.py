@@ -1,6 +1,12 @@
-"""Conversion of a conversation to the text of a prompt: the choice of a chat template, and its input.
+"""Conversion of a conversation to the text of a prompt, by a chat template.
 
-conversation ──check──► plain messages ──select──► template ──fit──► its forms ──fill──► text, cut at the mark
+    check    messages of the caller    ->  mappings without nulls
+    select   name or text, and tools   ->  a chat template
+    fit      checked messages          ->  messages in the form that this template reads
+    fill     template and messages     ->  text of the prompt
+
+If the prompt continues the last message, a mark (a text that occurs nowhere else) is appended to this message.  The
+prompt is then the filled text up to the mark.
 """
 
 from __future__ import annotations
@@ -24,10 +30,11 @@ KEPT = 8  # largest number of compiled templates of callers in the cache
 
 @dataclass(frozen=True)
 class Filling:
-    """The input of a template.  ``values`` are the messages, tools, documents, and variables by name.
+    """A template and its input.  ``values`` are the messages, tools, documents, and variables by name.
 
-    If the prompt continues the last message, ``mark`` is a text appended to this message: the prompt is the
-    rendered text before it.  "" means that the prompt is the whole text."""
+    ``begins_answer`` is the template's variable ``add_generation_prompt``.  If the prompt continues the last message,
+    ``mark`` is the text appended to this message, and the prompt is the filled text before it.  "" means that the
+    prompt is the whole text."""
 
     template: ChatTemplate
     values: tuple[Any, Any, Any, dict[str, Any]]
@@ -44,10 +51,10 @@ class ChatTemplates:
         self._noted: set[str] = set()
 
     def select(self, name: str | None, tools: Any, documents: Any = None) -> ChatTemplate:
-        """Return the template with a name or text.
+        """Return the template with a name, or the template whose Jinja text is ``name``.
 
-        None means ``tool_use`` for tools if the model has it, else ``default``.  RequestError for an unknown name, and
-        for documents if the template does not support them."""
+        None means the template ``tool_use`` if there are tools and the model has this template, else ``default``.
+        RequestError for an unknown name, and for documents if the template does not support them."""
         names = ", ".join(sorted(self.sources))
         if name is None:
             name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
@@ -72,7 +79,10 @@ class ChatTemplates:
         return found
 
     def written(self) -> list[str]:
-        """Return the texts that the model's templates may print."""
+        """Return the literal texts in the model's templates, any of which a prompt may contain.
+
+        They are the text outside of Jinja's tags, and the string constants inside.  A template with an error is
+        returned whole."""
         found: list[str] = []
         for name, source in self.sources.items():
             try:

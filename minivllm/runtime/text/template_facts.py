@@ -26,7 +26,7 @@ METHODS_OF_MAPPINGS = frozenset({"items", "keys", "values", "get"})
 class TemplateFacts:
     """The facts about a chat template."""
 
-    written: tuple[str, ...] = ()  # texts that the template may print
+    written: tuple[str, ...] = ()  # literal texts: text outside of Jinja's tags, and string constants
     names: frozenset[str] = frozenset()  # words that the template looks up or compares with
     filters: frozenset[str] = frozenset()  # names of the filters in the template
     variables: frozenset[str] = frozenset()  # variables that the caller may set

@@ -102,7 +102,7 @@ class Tokenizer:
 
     @property
     def written(self) -> list[str]:
-        """Return the texts that the chat templates may print."""
+        """Return the literal texts in the chat templates, any of which a prompt may contain."""
         return self._templates.written()
 
     @cached_property

@@ -164,7 +164,7 @@ class Acceptor:
                 if sys.version_info >= (3, 11):  # older Python versions lack the argument ssl_shutdown_timeout
                     tls["ssl_shutdown_timeout"] = GOODBYE
             await self._loop.connect_accepted_socket(make, link, **tls)
-        # CancelledError means that the connection was closed to make room
+        # CancelledError means that ``_make_room`` or ``close`` closes the connection
         except (OSError, asyncio.TimeoutError, asyncio.CancelledError):
             with contextlib.suppress(OSError):
                 link.close()
@@ -189,7 +189,8 @@ class Acceptor:
             if kind is not None:
                 since = incomplete if kind else empty
                 since[connection] = connection.since
-        if self._tls:  # before the end of its handshake a connection has no request
+        # A connection whose TLS handshake is not complete has no request, and may be closed too.
+        if self._tls:
             empty.update(self._opening)
         since = empty or incomplete
         chosen = heapq.nsmallest(most, since, key=since.__getitem__)

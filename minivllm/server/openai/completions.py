@@ -133,12 +133,14 @@ class Completion(Work):
         return ids
 
     def _choice(self, number: int, text: str, scores: Any, reason: str | None, stop: Any) -> JsonObject:
-        """Return a choice.  A choice that ends also has the reason why it stopped."""
+        """Return a choice in OpenAI's form.  If it has a finish reason (``reason``), it has ``stop_reason`` too."""
         choice = {"index": number, "text": text, "logprobs": scores, "finish_reason": reason}
         return choice if reason is None else {**choice, "stop_reason": stop}
 
     def _shape(self, rows: list[tuple[ScoredToken, int]]) -> JsonObject | None:
-        """Return the ``logprobs`` of tokens with their positions, or None if they are not requested."""
+        """Return the ``logprobs`` of scored tokens, or None if they are not requested.
+
+        Each token of ``rows`` has the position, in characters, at which it begins in the text of its choice."""
         if self.body.logprobs is None:
             return None
         found = logprobs.completion((row for row, _ in rows), self.top, self.speller)
@@ -150,7 +152,7 @@ class Completion(Work):
         return Stretch(stream.prompt_logprobs, text is None, 0, text, len(self.echoed[at]))
 
     def _placed(self, at: int) -> Placed:
-        """Return the counter of positions for an answer to the prompt ``at``."""
+        """Return the object that counts the positions of tokens in the text of a choice for the prompt ``at``."""
         begin = len(self.echoed[at]) if self.body.echo else 0
         places = Places(self.service.tokens.tokenizer, self.params.skip_special_tokens, begin)
         return Placed(places, begin)
@@ -264,7 +266,10 @@ class Completion(Work):
         return self._choice(number, prompt + text.text, scores, text.finish_reason, text.stop_reason)
 
     def _scores(self, at: int, stream: Stream, sample: int, begin: int) -> Any:
-        """Return the log-probabilities of a choice whose answer begins at the position ``begin`` of its text."""
+        """Return the ``logprobs`` of a whole choice, or None if they were not requested.
+
+        The choice is ``sample`` of ``stream``, the stream of the prompt ``at``.  Its text is the echoed prompt, which
+        has ``begin`` characters (0 without ``echo``), and the generated text."""
         if self.body.logprobs is None or stream.scored is None:
             return None
         stretches = [self._prompt_stretch(at, stream)] if self.body.echo else []

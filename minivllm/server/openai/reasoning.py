@@ -107,9 +107,10 @@ def budget_of(body: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shows_reasoning(body: Any) -> bool:
-    """Return whether the answer shows the reasoning: not with ``include_reasoning=false`` or ``reasoning.exclude``.
+    """Return whether the answer shows the reasoning.
 
-    ApiError (400) for another value than true or false, and if they contradict each other."""
+    It does not with ``include_reasoning=false`` or ``reasoning.exclude=true``.  ApiError (400) if ``reasoning.exclude``
+    is not true or false, and if the two fields contradict each other."""
     excluded = _member(body, "reasoning", "exclude")
     if not isinstance(excluded, (bool, type(None))):
         raise ApiError(400, f"reasoning.exclude={shown(excluded)}: expected true or false", "reasoning.exclude")
@@ -121,7 +122,8 @@ def shows_reasoning(body: Any) -> bool:
 
 
 def _efforts(body: Any) -> Iterator[tuple[str, str]]:
-    """Yield the efforts that a body requests, each with its field.  ApiError (400) for an unknown effort."""
+    """Yield (field, effort) for each field of a body that requests an effort.  ApiError (400) for an unknown
+    effort."""
     found = {EFFORT: body.reasoning_effort}
     found["reasoning.effort"] = _member(body, "reasoning", "effort")
     if isinstance(body.think, str):
@@ -156,7 +158,10 @@ def _switches(body: Any) -> Iterator[tuple[str, bool]]:
 
 
 def _member(body: Any, name: str, key: str) -> Any:
-    """Return a member of an object of the body, or None.  ApiError (400) for another value than an object."""
+    """Return the member ``key`` of the object in the body's field ``name``, or None if the field or member is missing.
+
+    The field ``thinking`` may also be true or false, for which the result is None.  ApiError (400) if the field has any
+    other value than an object."""
     value = getattr(body, name)
     if value is None or (name == "thinking" and isinstance(value, bool)):
         return None
@@ -167,7 +172,7 @@ def _member(body: Any, name: str, key: str) -> Any:
 
 
 def _check_same(options: Mapping[str, Any]) -> None:
-    """Raise ApiError (400) for options with different values."""
+    """Raise ApiError (400) if two of the options, values by field, are different."""
     (first, value), *others = options.items() or [("", None)]
     for name, other in others:
         if other != value:

@@ -16,12 +16,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from minivllm.core.interfaces.attention import QKPre
 from minivllm.core.interfaces.model import StepTensors
 
-NAME = "minivllm"  # in transformers' registry; transformers makes no masks, because no mask function has this name
-SLOT = "minivllm_attends"  # attribute of an attention module that holds the function of its attention
+# Name of ``attend`` in transformers' registry of attention functions.  The registry of mask functions has no function
+# of this name, and so transformers makes no masks.
+NAME = "minivllm"
+SLOT = "minivllm_attends"  # attribute of an attention module that holds its ``Attends``
 _listener: ContextVar[Callable[..., Any]] = ContextVar("minivllm_attention")
 
 
 def register() -> None:
+    """Add ``attend`` to transformers' registry of attention functions, unless it is there."""
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
 
@@ -42,7 +45,7 @@ def attend(
 
 @contextmanager
 def listening(listener: Callable[..., Any]) -> Iterator[None]:
-    """Send the calls of modules without their own function to ``listener`` inside this context."""
+    """Set the function that ``attend`` calls in this context for modules without the attribute ``SLOT``."""
     token = _listener.set(listener)
     try:
         yield
