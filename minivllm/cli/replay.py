@@ -48,7 +48,7 @@ def add_commands(command: Any) -> None:
 
 def part_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags that select requests of a trace, and those for the output of the result."""
-    add_value(sub, "--requests", str, "A:B", "use only requests A to B-1, by arrival", "")
+    add_value(sub, "--requests", str, "A:B", "use only requests A to B-1, in order of arrival; the first is 0", "")
     text = "write the figures as JSON, for `minivllm report`"
     add_value(sub, "--output-json", str, "FILE", text, "")
     add_switch(sub, "--json", "print the figures as JSON")
@@ -176,9 +176,10 @@ def sizes(trace: Trace) -> dict[str, Any]:
 
 
 def part_of(trace: Trace, text: str) -> Trace:
-    """Return the requests ``A:B`` of a trace, or all for "".
+    """Return the requests A to B-1 of a trace for ``text`` "A:B", or all requests for "".
 
-    ConfigError for a range outside of the trace.
+    A is 0 and B is the length of the trace if they are left out.  ConfigError for a malformed or empty range, and for a
+    range outside of the trace.
     """
     if not text:
         return trace

@@ -95,8 +95,8 @@ async def export(request: Request, service: Service) -> Any:
 
 
 async def add(request: Request, service: Service) -> Any:
-    """Add the blocks of an exported prefix to the disk, and return the number of pages (stored blocks).  The engine
-    finds them within about two seconds.  ApiError (404) if the file is not there."""
+    """Add the blocks of an exported prefix to the store ``disk``, and return the name of the file and the number of
+    pages (stored blocks).  The engine finds them within about two seconds.  ApiError (404) for a missing file."""
     from minivllm.plugins.kvstore import archive
 
     source, root = await _places(request, service)
@@ -107,7 +107,8 @@ async def add(request: Request, service: Service) -> Any:
 
 
 async def verify(request: Request, service: Service) -> Any:
-    """Read all pages (stored blocks) on the disk, and return for each model counts of all and of damaged ones."""
+    """Read all pages (stored blocks) of the store ``disk``, and return for each model counts of its pages and of
+    the damaged ones."""
     from minivllm.plugins.kvstore import archive
 
     found = await _in_thread(archive.models, await _root(service), True)
@@ -120,9 +121,10 @@ async def verify(request: Request, service: Service) -> Any:
 
 
 async def _places(request: Request, service: Service) -> tuple[Path, Path]:
-    """Return the path of the file that a body names, and the folder of the disk.
+    """Return the path of the file that a body names, and the folder in which the store ``disk`` keeps its files.
 
-    ApiError (400) without ``server.prefix_dir``, and for a name that is not a plain name of a file."""
+    ApiError (400) without ``server.prefix_dir``, without the store, and for a name that is not a plain name of a
+    file."""
     body = await read_body(request, service, PrefixFileBody)
     fields.check(body)
     folder = service.server.prefix_dir
@@ -137,7 +139,8 @@ async def _places(request: Request, service: Service) -> tuple[Path, Path]:
 
 
 async def _root(service: Service) -> Path:
-    """Return the folder of the disk.  ApiError (400) if no store ``disk`` keeps the names."""
+    """Return the folder of the files of the store ``disk``.  ApiError (400) if another store keeps the names of
+    prefixes."""
     from minivllm.plugins.kvstore.options import DiskStoreOptions
 
     found = await _client(service).prefixes()

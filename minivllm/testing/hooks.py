@@ -109,7 +109,8 @@ class HooksConformance(Lasting, SpecConformance):
 
     @since(1, 0)
     def test_it_has_hooks_and_the_engine_takes_them(self) -> None:
-        """Check that the hooks have the names, arguments and kinds (wrapper or not) of ``HookContracts``."""
+        """Check that the plug-in has at least one hook, and that ``HookContracts`` declares each of its hooks with the
+        same name, arguments and kind (wrapper or not)."""
         try:
             manager = self.manager()
         except PluginError as exc:

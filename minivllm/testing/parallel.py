@@ -74,7 +74,7 @@ def run_parallel(
 
 
 class _Child:
-    """A process that runs tests.  It starts with the first test, and is replaced after it has ended."""
+    """A child process that runs tests.  The first test starts it.  If it has ended, the next test starts another."""
 
     def __init__(self, how: Mapping[str, Any]) -> None:
         self.how = how
@@ -82,7 +82,10 @@ class _Child:
         self.pipe = None
 
     def run(self, plugin: tuple[str, str], name: str) -> list[Outcome]:
-        """Return the outcomes of one test of a plug-in."""
+        """Run the test ``name`` of the plug-in ``plugin``, (seam, name), in the process, and return its outcomes: one
+        for each set of the test's parameters, none if ``select`` leaves it out.
+
+        If the test ends the process, its outcome is "failed".  An error of ``session.run`` is raised."""
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.pipe, remote = context.Pipe()
@@ -113,9 +116,9 @@ class _Child:
 
 
 def _serve(pipe: Any, how: Mapping[str, Any], path: list[str]) -> None:
-    """Run the tests whose names come through a pipe, in a child process.
+    """Receive (plug-in, name of a test) through a pipe in a child process, and run each test.
 
-    Send (outcomes or an error, whether the GPU still works) for each test.
+    Send (its outcomes or an error, whether the GPU still works) for each test.
     """
     sys.path[:] = path
     while True:
@@ -131,7 +134,7 @@ def _serve(pipe: Any, how: Mapping[str, Any], path: list[str]) -> None:
 
 
 def _gpu_works() -> bool:
-    """Return True if the GPU works in this process, or was not used."""
+    """Return whether this process can use the GPU, or has not used it yet."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -17,7 +17,8 @@ from .sampling_data import unlike
 from .sampling_rows import SampledSeq, Stage, stack_logits
 
 MANY, FEW = 1 << 11, 24  # number of draws in one large step, and number of steps of a single draw
-# scales of the row's logits: one with a tail that is often drawn, one with a tail that limits exclude
+# Largest logits of the tested row, whose logits are evenly spaced from -spread to spread.  With the first value,
+# unlikely tokens are often drawn.  With the second one, limits such as top_p exclude them.
 SPREADS = (2.0, 6.0)
 
 
@@ -44,7 +45,7 @@ class Batches:
                 self._check_row(SamplingParams.make(**requested), spread)
 
     def _check_row(self, params: SamplingParams, spread: float) -> None:
-        """Compare draws for one row of logits in several batches; ``spread`` is its largest logit."""
+        """Compare the draws for one row of logits, evenly spaced from -spread to spread, in several batches."""
         row = torch.linspace(-spread, spread, self.vocab).roll(29)
         crowd = list(self._crowd(row))
         seq = SampledSeq(params, (0,), (), row)

@@ -48,7 +48,7 @@ def admit(
     now: float,
     static: bool = False,
 ) -> None:
-    """Admit waiting sequences and plan their first chunks in ``chunks``, which maps a slot to a number of tokens.
+    """Admit waiting sequences, and add their first chunks to ``chunks``, which maps a slot to a number of tokens.
 
     A ``static`` batch enters at once, even if its tokens exceed the budget.  Blocks are first promised to each row, and
     then taken for all rows together."""
@@ -105,8 +105,10 @@ def _first_chunk(
     new: dict[int, int],
     promised: int,
 ) -> int:
-    """Plan the first chunk of prompt tokens of a row in ``new``, and return the number of blocks that it needs.
-    ``promised`` blocks are reserved for the chunks of other rows."""
+    """Plan the first chunk of prompt tokens of the row in ``slot``, and return the number of new blocks that it needs.
+
+    Write the number of its tokens to ``new[slot]``, unless it is 0.  Subtract them from the owner's share in ``parts``.
+    ``promised`` available blocks are left for the chunks of other rows."""
     s = planner.slots
     upto = s.schedulable[[slot]]
     if planner.compression is not None:

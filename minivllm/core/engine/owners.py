@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 # the least number of prompt tokens of an owner in a step, so that chunks are not tiny
 LEAST = 32
-# The policy orders the waiting sequences of at most so many owners in a step, those with the fewest
-# rows.
+# If owners take turns, the policy orders the waiting sequences of at most this many owners: those with the fewest
+# running rows.
 REQUESTED = 16
 
 
@@ -143,7 +143,8 @@ def candidates(planner: OwnersPlanner, now: float, parts: OwnerShares | None) ->
             yield first
         return
     lines = queue.lines(p.policy.window)
-    # The policy orders the sequences of each owner in a call of its own.
+    # If owners take turns, the policy orders the sequences of each owner in a separate call.  Else it orders the
+    # sequences of all lanes in one call.
     if turns and p.orders:
         rows = rows_of(p.slots)
         lines = sorted(lines, key=lambda line: rows[line[0][2].request.owner_number])[:REQUESTED]

@@ -56,7 +56,7 @@ FLUSH_LOGPROBS = 32
 
 class Publisher:
     """Processes the results of steps: stores tokens in the columns of the rows, sends them to clients, and ends
-    sequences.  ``now`` is the engine's clock in seconds."""
+    sequences.  ``now`` returns the time of the engine's clock in seconds."""
 
     def __init__(
         self,

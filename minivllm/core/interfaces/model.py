@@ -235,33 +235,37 @@ class Model(Protocol):
 def takes_logits_indices(model: Model) -> bool:
     """Return whether the model's ``__call__`` implements ``StepTensors.logits_indices``.
 
-    Only the class that defines ``__call__`` counts: a subclass that overrides ``__call__`` must declare the attribute
-    again.
+    The attribute ``takes_logits_indices`` counts only in the class that defines ``__call__``: a subclass that overrides
+    ``__call__`` must define it again.
     """
     return bool(vars(_caller(model)).get("takes_logits_indices", False))
 
 
 def tap_points(model: Model) -> dict[str, int]:
-    """Return the tap points: tensors that the model's ``__call__`` passes through ``StepTensors.taps``, with widths.
+    """Return the widths of the model's tap points by name.  A tap point is a tensor that ``__call__`` passes through
+    ``StepTensors.taps``.
 
-    Only the class that defines ``__call__`` counts, as for ``takes_logits_indices``.
+    Return {} if the class that defines ``__call__`` does not define ``tap_points`` itself, as in
+    ``takes_logits_indices``.  If it does, the value is that of the model's attribute, which a subclass or an instance
+    may override.
     """
     return dict(getattr(model, "tap_points", {})) if "tap_points" in vars(_caller(model)) else {}
 
 
 def given_points(model: Model) -> tuple[str, ...]:
-    """Return the routers, as tap points, at which ``__call__`` accepts given experts (``StepTaps.given``), by layer.
+    """Return the names of the tap points at which ``__call__`` accepts given experts (``StepTaps.given``): the routers,
+    in the order of the layers.
 
-    Only the class that defines ``__call__`` counts, as for ``takes_logits_indices``.
+    Return () if the class that defines ``__call__`` does not define ``given_points`` itself (see ``tap_points``).
     """
     named = "given_points" in vars(_caller(model))
     return tuple(getattr(model, "given_points", ())) if named else ()
 
 
 def state_points(model: Model) -> dict[str, int]:
-    """Return the tensors by name that the model's ``__call__`` passes to ``StepTensors.watch``, and their widths.
+    """Return the widths, by name, of the tensors that the model's ``__call__`` passes to ``StepTensors.watch``.
 
-    Only the class that defines ``__call__`` counts, as for ``takes_logits_indices``.
+    Return {} if the class that defines ``__call__`` does not define ``state_points`` itself (see ``tap_points``).
     """
     return (
         dict(getattr(model, "state_points", {})) if "state_points" in vars(_caller(model)) else {}

@@ -231,8 +231,8 @@ class NativeSteps:
     def draws(self, plan: StepPlan) -> bool:
         """Return whether the native program can draw the tokens of a step whose layers it has run (SAMPLE).
 
-        This requires that all rows only draw a token, in a variant that the program has.  Logprobs, guides, active
-        processors and data for the host need ``step.sample``.
+        It cannot if ``draws_rows`` is False, or if the step has log-probabilities, token masks, guides, beams or logits
+        for the host.  Such a step needs ``step.sample``.
         """
         if plan.topk >= 0 or len(plan.late) or len(plan.host):
             return False
@@ -243,7 +243,8 @@ class NativeSteps:
         return self.draws_rows(plan.slots[plan.samples])
 
     def draws_rows(self, slots: np.ndarray) -> bool:
-        """Return whether rows of ``slots`` i32 [N] only draw a token, each in a variant that the program has."""
+        """Return whether the program can draw the tokens of the rows ``slots`` i32 [N]: no processor is active for any
+        of them, and the program has the sampler's variant of each row."""
         if not self.plain:
             return False
         if self.state.active[:-1, slots].any():
@@ -318,8 +319,8 @@ class NativeHead:
     def forward(
         self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the head on ``q_len`` i32 [N] (hidden state, token) pairs of each row, behind its first ``computed`` i32
-        [N] pairs.
+        """Run the head on ``q_len`` i32 [N] (hidden state, token) pairs of each of N rows.  They follow its first
+        ``computed`` i32 [N] pairs, which are in the head's KV cache.
 
         ``states`` [T, H] are the hidden states of the pairs.  Return (the results f32 [N, H] and the logits f32 [N, V]
         of the last pair of each row), which the next call overwrites.
@@ -366,11 +367,12 @@ class NativeHead:
         k: int,
         memory: torch.Tensor,
     ) -> np.ndarray:
-        """Draw k drafts of each row and write them to the columns of tokens.  Return the drafts i32 [k, N].
+        """Draw k drafts of each of N rows and write them to the columns of tokens.  Return the drafts i32 [k, N].
 
-        The head computes ``q_len`` i32 [N] pairs of each row behind its first ``computed`` i32 [N] pairs.  The rows
-        have ``known`` i32 [N] tokens, and each only draws tokens (``NativeSteps.draws_rows``).  ``memory`` [places, H]
-        holds the hidden states of the served model, by the places of KV group 0."""
+        First the head computes ``q_len`` i32 [N] (hidden state, token) pairs of each row.  They follow its first
+        ``computed`` i32 [N] pairs, which are in the head's KV cache.  ``known`` i32 [N] are the rows' numbers of known
+        tokens.  ``NativeSteps.draws_rows(slots)`` must be True.  ``memory`` [places, H] holds the hidden states of the
+        served model; the index of a token is its place in the KV cache of group 0."""
         box = self._box
         r = len(slots)
         at = memory.data_ptr(), FORMATS[memory.dtype], memory.shape[1]

@@ -58,16 +58,18 @@ def pool(plan: StepPlan, hidden: Tensor, used: np.ndarray | None, state: Any) ->
 
 
 def pool_captured(plan: StepPlan, hidden: Tensor, state: Any) -> Tensor:
-    """Return the sums f64 [len(plan.pooled), H] as ``pool``, from the hidden states [R, H] of the last token of each
-    row."""
+    """Return the sums f64 [len(plan.pooled), H] of a captured step, which returns only the hidden states [R, H] of the
+    last token of each of its R rows.  ``reads_last_tokens(plan)`` must be True.
+
+    ``state`` is the ``DeviceState``."""
     rows, _, count = plan.pooled.T
     read = rows[count > 0]
     return _sums(plan, hidden, read.astype(np.int64), state)
 
 
 def _sums(plan: StepPlan, hidden: Tensor, rows: np.ndarray, state: Any) -> Tensor:
-    """Return the sums f64 of hidden states that ``plan.pooled`` requests.  ``rows`` has the row in ``hidden`` of each
-    token of ``pooled_tokens``."""
+    """Return the sums f64 [len(plan.pooled), H] of rows of ``hidden``.  ``rows`` i64 has the index in ``hidden`` of
+    each token of ``pooled_tokens``."""
     counts = plan.pooled[:, 2]
     if (counts == 1).all():
         return hidden[state.to(rows)].double()

@@ -116,9 +116,10 @@ class CapturedPasses:
 
 @dataclass
 class CapturedProposals:
-    """The captures of calls of one runner's drafter.
+    """The captures of calls of one runner's drafter, by their shapes, in ``made``; None for a capture that failed.
 
-    ``steps`` has the captures of the steps that verify drafts.  ``own`` is the drafter's model; None without one."""
+    ``steps`` has the captures of the steps that verify drafts.  ``own`` is the drafter's model, or None if the drafter
+    has no model."""
 
     runner: Runner
     drafting: Drafting
@@ -129,11 +130,14 @@ class CapturedProposals:
     slots: dict[int, tuple[np.ndarray, Tensor]] = field(default_factory=dict)
 
     def propose(self, slots: np.ndarray, known: np.ndarray, k: int, slack: np.ndarray) -> Tensor | None:
-        """Write ``k`` drafts of each row to the columns of tokens; return the number of usable drafts of each row i32
-        [N].
+        """Write ``k`` drafts of each of N rows to the columns of tokens by the replay of a capture, and return the
+        number of usable drafts of each row, i32 [N] on the device.
 
-        ``slots`` and ``known`` i32 [N] are the rows and their numbers of known tokens.  Return None if the call cannot
-        be captured.  An exception of the drafter's model is raised if it occurs before the replay.
+        ``slots`` i32 [N] are the rows' slots.  ``known`` i32 [N] are their numbers of known tokens.  A number may be
+        too large by up to ``slack`` i32 [N], because the host cannot count the accepted drafts of steps in flight yet
+        (``StepPlan.slack``).  Return None, without drafts, if the call cannot be captured, or if the drafter's model
+        may lack more tokens of a row with slack than the first pass computes.  An exception of the drafter's model is
+        raised if it occurs before the replay.
         """
         key = self._key(slots, known, k)
         if key is None or self.made.get(key, key) is None:
@@ -184,7 +188,7 @@ class CapturedProposals:
         return there
 
     def _capture(self, key: ProposalKey) -> Captured | None:
-        """Capture a call of the drafter for rows of the spare slot.  Return None and write a note if that fails."""
+        """Capture a call of the drafter for rows of the spare slot.  If that fails, write a note and return None."""
         r = self.runner
         vocab = self.drafting.vocab_size
         slots = self._fill(key.rows, np.zeros(0, np.int64))

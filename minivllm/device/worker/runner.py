@@ -462,10 +462,12 @@ class Runner:
         return None if self.states_read is None else self.states_read.watch(read.meta)
 
     def selects_tokens(self, read: StepTensors, kept: int = 0) -> bool:
-        """Return whether the model may compute only the needed tokens of a step behind its last attention.
+        """Return whether the model may leave out, behind its last attention, the tokens of a step whose hidden states
+        are not needed.  It may not if taps or a drafter read the hidden states of all tokens.
 
-        ``kept`` is their number in a captured step with adapters.  It must differ from that of all tokens, because
-        layers tell the two apart by it (``ActiveMethods.match``)."""
+        ``kept`` is the number of needed tokens in a captured step with adapters, and 0 in any other step.  If it is the
+        number of all tokens, return False, because the layers of adapters detect the change from all to the needed
+        tokens by a change of the number (``ActiveMethods.match``)."""
         all_read = read.watch is not None and NORM in read.watch.points
         return self.selects and read.taps is None and not all_read and kept != len(read.ids)
 

@@ -238,7 +238,8 @@ class LoadOperations:
         return Operation(name, self.rows, self.tokens, self.context, [call], size, flops, reference, **more)
 
     def _operand(self, *shape: int, scale: float = 0.1) -> Tensor:
-        """Return random numbers of a shape, the same for all layers, since their values do not affect the time."""
+        """Return a tensor of random numbers with a standard deviation of ``scale``.  All calls with a shape return the
+        same tensor, because the values do not affect the time."""
         if shape not in self._operands:
             self._operands[shape] = self.torch.random(*shape, scale=scale)
         return self._operands[shape]

@@ -1,7 +1,8 @@
 """A trace: the arrival times and lengths of requests, and the prefixes that they share.
 
-A prompt is stored as a list of runs.  A run is (content number, tokens).  Equal content numbers at the same place mean
-equal text.  The answer of a request has a content number too, so that the next turn of a conversation can repeat it.
+A prompt is stored as a list of runs.  A run is (content number, number of tokens).  Equal content numbers at the same
+place mean equal text.  The answer of a request has a content number too, so that the next turn of a conversation can
+repeat it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ GOLDEN = 0x9E3779B97F4A7C15
 class Trace:
     """n requests in order of arrival.
 
-    A run is (content number, tokens): equal content numbers stand for equal tokens.  Content numbers of runs and of
-    answers are below 2**31, so that they can serve as token ids.
+    A run is (content number, number of tokens).  Equal content numbers stand for equal tokens.  Content numbers of runs
+    and of answers are below 2**31, so that they can serve as token ids.
     The prompt of request i is the first ``prompt[i]`` tokens of ``runs[first[i]:first[i + 1]]``.
     ``unit`` is the number of tokens of a run if every run is a block of the traced system's cache, else 0.  The last
     run of a prompt may then be shorter.
@@ -37,7 +38,7 @@ class Trace:
     output: np.ndarray  # i32 [n] tokens
     answer: np.ndarray  # i32 [n] content number of the answer
     first: np.ndarray  # i64 [n + 1] index in ``runs`` of the first run of each request, and the number of runs
-    runs: np.ndarray  # i32 [total, 2] content number and tokens of each run
+    runs: np.ndarray  # i32 [total, 2] content number and number of tokens of each run
     unit: int = 0
     # Both columns are empty for a trace without sessions.
     # i32 [n] number of the session, -1 means none
@@ -66,16 +67,16 @@ class Trace:
         return Session(str(number), next_s=expected)
 
     def tokens(self, i: int) -> np.ndarray:
-        """Return the content numbers of request i's prompt, i32 [tokens]."""
+        """Return the content number of each token of request i's prompt, i32 [tokens]."""
         runs = self._runs_of(i)
         return np.repeat(runs[:, 0], runs[:, 1])[: self.prompt[i]]
 
     def _runs_of(self, i: int) -> np.ndarray:
-        """Return the runs of request i's prompt, i32 [runs, 2]."""
+        """Return the runs of request i's prompt, i32 [runs, 2]: the content number and the number of tokens of each."""
         return self.runs[self.first[i] : self.first[i + 1]]
 
     def keys(self, i: int, block: int, root: int = 1) -> list[int]:
-        """Return the keys of the full blocks of request i's prompt; ``block`` is the tokens of a block.
+        """Return the keys of the full blocks of request i's prompt; ``block`` is the number of tokens of a block.
 
         Equal keys mean equal prefixes.  With the root key of an engine's cache as ``root`` (``BlockPool.root``) they
         are the keys that this engine computes.

@@ -554,7 +554,8 @@ def decode(
         v = v.view(torch.int32)
         elements //= 4
     room = 0
-    # with one row, registers stay free for the products of quantized weights before and after this kernel
+    # With one row, shared memory is reserved only for the programs of this launch.  The rest stays first-level cache,
+    # through which the products of quantized weights before and after this kernel load (``keep_room``).
     if rows == 1:
         room = triton.cdiv(spec.kv_heads * entries, multiprocessors(q.device))
     constants["GP"] = power(max(constants["G"], 8))

@@ -1,7 +1,8 @@
-"""Run the steps in this process on one device.
+"""Run the steps of an engine on one device, in the process in which the executor is constructed.
 
-On a GPU a submitted step is enqueued, and its result is copied to pinned memory behind an event.  On a CPU the step has
-run when ``submit`` returns."""
+On a GPU ``submit`` enqueues a step and the copy of its result to pinned host memory, and then records a CUDA event.
+``collect`` returns the result when the event shows that the copy is complete.  On a CPU the step has run when
+``submit`` returns, unless it waits for token masks."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Local(Executor):
-    """Run the steps of one runner.
+    """Run the steps of one runner, each in two parts: FORWARD (the model) and SAMPLE (the draw of tokens).
 
-    A step whose token masks have not arrived waits between FORWARD and SAMPLE.  Later steps wait before FORWARD,
-    because captured steps share the tensors of their inputs and hidden states."""
+    A step whose token masks have not arrived waits between the two.  Later steps wait before FORWARD, because captured
+    steps share the tensors of their inputs and hidden states."""
 
     takes_tensors = True
 

@@ -29,7 +29,8 @@ SCALE, TEXT, IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_i
 class Guidance(Parallel):
     """The strategy of requests with ``guidance_scale``.
 
-    Each of the n (or best_of) samples has a guide: a second sequence with the negative prompt.
+    Each of the n (or best_of) samples has a guide: a second sequence with the negative prompt, or with the last token
+    of the prompt if the request has no negative prompt.
     """
 
     reads = GUIDANCE.reads | {"best_of"}

@@ -17,10 +17,13 @@ LONGEST = 64  # largest number of characters of a quotation mark, which may be a
 
 
 class Brackets:
-    """The open brackets and the open string of a text.
+    """A search for the bracket that closes the outermost bracket of a text.  Brackets in strings do not count.
 
-    ``outside`` finds brackets and quotes.  ``inside`` finds the end of a string, by its quote.  ``begun`` finds the
-    beginning of a quote at the end of a text.  ``deep`` is True once there are more than ``MOST_DEPTH`` open brackets.
+    ``outside`` is the pattern of brackets and opening quotation marks.  ``inside`` maps an opening quotation mark to
+    the pattern of the marks that close the string, and of a backslash if it escapes the next character.  ``depth`` is
+    the number of brackets that are open before the text.  A quotation mark may be a tag of several characters.
+    ``begun`` is the pattern of a mark that is incomplete at the end of the text, or None if no mark can be incomplete.
+    ``deep`` becomes and stays True when more than ``MOST_DEPTH`` brackets are open; the search has then failed.
     """
 
     def __init__(
@@ -33,19 +36,21 @@ class Brackets:
         self._outside, self._inside, self._begun = outside, inside, begun
         self._depth = depth
         self._quote = ""
-        self._search = outside.search  # finds the next tag or bracket
+        self._search = outside.search  # of ``outside``, or of the pattern in ``inside`` while a string is open
         self.deep = False
 
     def skips(self, text: str) -> bool:
-        """Return whether a text has no bracket, quotation mark or tag, and no beginning of one at its end."""
+        """Return whether a text cannot change the open brackets and the open string: it has no match of the present
+        pattern, and no incomplete quotation mark at its end."""
         if self._search(text):
             return False
         return self._begun is None or not self._begun.search(text)
 
     def end(self, text: str, at: int) -> tuple[int, int]:
-        """Return the position after the last closing bracket, or -1, and the position up to which the text was read.
+        """Read a text from position ``at``.  Return the position after the bracket that closes the outermost one, or -1
+        if the text has no such bracket, and the position up to which the text was read.
 
-        The text after that position must be part of the text of the next call.
+        The next call must have the text after that position again, with more text behind it.
         """
         stop = len(text)
         if self._begun is not None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 START = 60.0  # longest time in seconds for the start of a process, because imports are slow on a busy machine
 STOP = signal.SIGUSR1  # signal that ends the process that compiles a grammar; other processes ignore it
 LEFT = 3  # exit status of a child whose helper receives no more requests
-DRAWS = 4  # number of tokens that are drawn with a new grammar
-BY_THE_CLOCK = 5  # wall-clock limit of a grammar as a multiple of its CPU seconds, for loaded machines
+DRAWS = 4  # largest number of tokens that the process draws with a new grammar on trial, before a request uses it
+BY_THE_CLOCK = 5  # limit of real time of a grammar as a multiple of its limit of CPU time, for loaded machines
 GRACE = 5.0  # seconds after the limit until a helper that has not ended its child is killed
 
 
@@ -94,7 +94,7 @@ class Helper:
         self._say_hello()
 
     def check(self, source: GrammarSource) -> None:
-        """Compile a grammar in the process and draw tokens with it.
+        """Try out a grammar in the process: compile it and draw up to DRAWS tokens with it.
 
         ValueError if the plug-in refuses the grammar or it exceeds the limits, PluginError if the plug-in fails,
         ResourceError if no process can be started, Stopped after ``stop``."""
@@ -279,7 +279,9 @@ def limit_memory(megabytes: int) -> None:
 
 
 def try_out(plugin: Grammar, source: GrammarSource) -> None:
-    """Compile a grammar, and draw a few tokens with it.  ValueError if it is refused, or if no text fits it."""
+    """Compile a grammar, and draw up to DRAWS random tokens that its masks allow, as a trial of the plug-in.
+
+    ValueError if the grammar or an allowed token is refused, or if no token is allowed."""
     matcher = plugin.start(plugin.compile(source))
     width = plugin.ctx.vocab_size
     mask = np.empty((1, -(-width // 32)), np.int32)

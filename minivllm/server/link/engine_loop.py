@@ -434,10 +434,12 @@ class EngineLoop(TurnLoop):
     def _clear(self) -> None:
         """Begin a new frame."""
         self.header: dict[str, Any] = {}
-        # one row for each branch with new tokens: stream, sample, count of tokens, end, stop_id, scored
+        # Rows of branches that have new tokens or have ended; a branch may have several.  Columns: number of the
+        # stream, number of the sample, count of new tokens (0 for an end alone), index of the finish reason in ``ENDS``
+        # (0 if the branch runs on), id of the stop token that ended it or -1, whether ``scores`` has the tokens' scores
         self.rows: list[tuple[int, int, int, int, int, int]] = []
-        self.tokens: list[int] = []  # token ids of all ``rows``
-        # Parts of the frame before ``rows``, each as two arrays: rows [6, R] with the same columns, and the token ids.
+        self.tokens: list[int] = []  # token ids of all ``rows``, row after row
+        # Earlier rows of the frame, in parts of two arrays each: rows i64 [6, R] with the same columns, and token ids.
         self.parts: list[tuple[np.ndarray, np.ndarray]] = []
         self.scores = Scores()
         # requests whose first token came: stream, time of the token, cached prompt tokens, time of leaving the queue
@@ -457,7 +459,7 @@ class EngineLoop(TurnLoop):
         self.parts.append((rows, token))
 
     def _close_part(self) -> None:
-        """Append the single rows so far to ``parts``, so that the order of rows is kept."""
+        """Move ``rows`` and ``tokens`` to a new part of ``parts``, so that the order of rows is kept."""
         if self.rows:
             rows = np.array(self.rows, np.int64).T
             self.parts.append((rows, np.array(self.tokens, np.int32)))
