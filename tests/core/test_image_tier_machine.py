@@ -40,5 +40,7 @@ FAULTS = (keys_lack_the_content_of_images, keys_have_the_first_image_only, tenan
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault, monkeypatch):
     fault(monkeypatch)
-    with pytest.raises((AssertionError, EngineDeadError)):
+    with pytest.raises((AssertionError, EngineDeadError)) as caught:
         drive(machine_of(), examples=300)
+    received = f"{type(caught.value).__name__}: {caught.value}"
+    assert "AssertionError" in received, f"the fault itself is wrong: {received}"
