@@ -18,7 +18,8 @@ from minivllm.testing.tiny import tiny_dir
 utils = pytest.importorskip("peft.tuners.tuners_utils")
 
 ENDS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.q_proj")
-MODULES = [f"model.layers.{n}.{end}" for n in (0, 1, 11) for end in ENDS] + ["lm_head", "model.h.1.q_proj"]
+MODULES = [f"model.layers.{n}.{end}" for n in (0, 1, 11) for end in ENDS]
+MODULES += ["lm_head", "model.h.1.q_proj", "h.1.q_proj", "model.layers.1.mlp.experts.0.up_proj"]
 NAMES = [
     None, ["q_proj"], ["k_proj", "up_proj"], ["self_attn.q_proj"], ["proj"], ["model.layers.1.mlp.up_proj"],
     ["lm_head"],

@@ -18,7 +18,9 @@ ALL = "all-linear"
 # regular expressions whose matching takes a time that is at most quadratic in the length of a name; others are not read
 MOST_PATTERN = 256  # characters
 PLAIN = re.compile(r"[\w.|()\\$^-]*(\.\*[\w.|()\\$^-]*){0,2}", re.ASCII)
-LAYER = re.compile(r".*\.[^.]*\.(\d+)\.")  # the first number in the name of a module is not always that of its layer
+LAYER = re.compile(
+    r".*?\.[^.]*\.(\d+)\."
+)  # the first number in a name, as in PEFT 0.21; older versions take the last one
 DROP = "PEFT would ignore them; remove them from the file, or correct adapter_config.json"
 NAMES = ("target_modules", "exclude_modules")
 
@@ -53,7 +55,7 @@ class Targets:
         if not self.patterns:
             found = LAYER.match(module)
         else:
-            numbers = (re.match(rf".*\.{re.escape(name)}\.(\d+)\.", module) for name in self.patterns)
+            numbers = (re.match(rf"(?:^|.*?\.){re.escape(name)}\.(\d+)\.", module) for name in self.patterns)
             found = next((number for number in numbers if number is not None), None)
         return None if found is None else int(found[1])
 
