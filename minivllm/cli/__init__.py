@@ -92,7 +92,13 @@ class CommandParser(argparse.ArgumentParser):
         flag = unknown.partition("=")[0]
         if flag in ("--dataset", "--trace"):
             return f"; {where_requests_go()}"
-        similar = suggest(flag, self._option_string_actions)
+        flags = self._option_string_actions
+        if "--set" in flags and flag.replace("_", "-") not in flags:
+            from minivllm.config import option_path  # imported here, because it imports pydantic
+
+            if path := option_path(flag.removeprefix("--").replace("-", "_")):
+                return f"; here it is --set {path}=VALUE"
+        similar = suggest(flag, flags)
         return f".{similar}" if similar else ""
 
     def error(self, message: str) -> NoReturn:

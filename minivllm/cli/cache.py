@@ -31,8 +31,8 @@ def cache(args: argparse.Namespace) -> int:
     root, given = files.expanded(args.path), args.arguments
     wanted = {"export": 2, "import": 1}.get(args.verb, 0)
     if len(given) != wanted:
-        usage = {"export": "NAME FILE", "import": "FILE"}.get(args.verb, "no more arguments")
-        raise ConfigError(f"cache {args.verb}: expected {usage}")
+        usage = {"export": "NAME FILE", "import": "FILE"}.get(args.verb, "no argument")
+        raise ConfigError(f"cache {args.verb}: expected {usage}; --path names the folder of the cache")
     if args.verb == "export":
         pages = archive.export(root, given[0], Path(given[1]))
         print(f"{pages} pages in {given[1]}")

@@ -9,9 +9,10 @@ keeps its source.  Every error is a ConfigError of one line that names the sourc
 
 from __future__ import annotations
 
-from .load import Loaded, load_config
+from .load import Loaded, load_config, option_path
 from .values import PROCESSORS, SEAMS, SEVERAL, EngineConfig, PluginChoice, RunConfig
 
 __all__ = [
     "PROCESSORS", "SEAMS", "SEVERAL", "EngineConfig", "Loaded", "PluginChoice", "RunConfig", "load_config",
+    "option_path",
 ]  # fmt: skip

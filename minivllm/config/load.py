@@ -67,6 +67,17 @@ def load_config(
     return _finish(layers, tuple(names))
 
 
+def option_path(name: str) -> str:
+    """Return the path of an option or a sampling parameter in a configuration, such as ``evictor`` or ``sampling.n``.
+    A name of vLLM, such as ``quantization``, gives the path of its option.  "" for an unknown name."""
+    from minivllm.core.interfaces.params import SamplingParams
+
+    name = ALIASES.get(name, name)
+    if name in EngineConfig.model_fields:
+        return name
+    return f"sampling.{name}" if name in SamplingParams.__dataclass_fields__ else ""
+
+
 def _read_by_hook(layers: Layers, over: Callable[[Layers], None], path: str) -> Mapping[str, Any] | None:
     """Return the table in a file of another format as a hook reads it, or None if no hook reads the file.
 

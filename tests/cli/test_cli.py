@@ -127,6 +127,23 @@ def test_an_error_is_one_line_and_a_code(capsys, args, code, message):
             "argument --max-tokens: invalid int value: 'x' (see minivllm generate --help)",
         ),
         (["plugins", "--nonsense"], "unrecognized arguments: --nonsense (see minivllm plugins list --help)"),
+        (
+            ["generate", "--evictor=lru"],
+            "unrecognized arguments: --evictor=lru; here it is --set evictor=VALUE (see minivllm generate --help)",
+        ),
+        (
+            ["run", "a.toml", "--quantization=int8"],
+            "unrecognized arguments: --quantization=int8; here it is --set quantizer=VALUE (see minivllm run --help)",
+        ),
+        (
+            ["generate", "--presence_penalty=1"],
+            "unrecognized arguments: --presence_penalty=1; here it is --set sampling.presence_penalty=VALUE "
+            "(see minivllm generate --help)",
+        ),
+        (
+            ["generate", "--top_k=5"],
+            "unrecognized arguments: --top_k=5. Did you mean '--top-k'? (see minivllm generate --help)",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_code_2(capsys, args, message):

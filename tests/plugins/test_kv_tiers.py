@@ -285,7 +285,9 @@ def test_the_command_lists_verifies_and_moves_prefixes(tmp_path, capsys):
     assert code == 1
     assert "1 pages damaged" in shown.out
     assert reported("ls", "--path", tmp_path / "nowhere")[1].err.endswith("expected the option path of a disk store\n")
-    assert reported("export", "fox", "--path", here)[1].err == "minivllm: error: cache export: expected NAME FILE\n"
+    tail = "; --path names the folder of the cache\n"
+    assert reported("export", "fox")[1].err == f"minivllm: error: cache export: expected NAME FILE{tail}"
+    assert reported("ls", here)[1].err == f"minivllm: error: cache ls: expected no argument{tail}"
 
 
 ENGINE = """
