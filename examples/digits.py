@@ -3,9 +3,11 @@
     python examples/digits.py /tmp/digits
 
 Pillow draws the digits, so nothing is downloaded.  Training takes about a minute on a CPU.  The folder then holds a
-Llama with two layers, and the weights of the encoder.  Any other script serves it with one option::
+Llama with two layers, a tokenizer with a chat template, and the weights of the encoder.  One option selects the encoder
+in another script, and on a server that reads images in chats (here in the folder ``examples``)::
 
-    LLM("/tmp/digits", encoder=DigitEncoder, skip_tokenizer_init=True)
+    LLM("/tmp/digits", encoder=DigitEncoder)
+    minivllm serve /tmp/digits --set encoder=digits:DigitEncoder --allow-target digits
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ TOKENS = (SIDE // PATCH) ** 2  # of a picture
 IMAGE, ASK, VOCAB = 10, 11, 12  # ids: digits are 0 to 9
 HIDDEN = 64
 WEIGHTS = "digits-encoder.safetensors"
+TEMPLATE = """\
+{% for message in messages %}{% for part in message.content %}\
+{% if part.type == "image" %}<image>{% endif %}{% endfor %}{% endfor %}<ask>"""
 
 
 def draw(digit: int, rng: random.Random) -> Any:
@@ -109,15 +114,30 @@ def train(folder: Path, steps: int = 500, batch: int = 64, seed: int = 0) -> flo
         right.append(float((logits.argmax(-1) == target).float().mean()))
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
+    save_tokenizer(folder)
     save_file({name: tensor.detach().contiguous() for name, tensor in weights.items()}, folder / WEIGHTS)
     return sum(right[-20:]) / 20
 
 
+def save_tokenizer(folder: Path) -> None:
+    """Save a tokenizer of digits, and a chat template that asks for the digit of each image."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {**{str(digit): digit for digit in range(10)}, "<image>": IMAGE, "<ask>": ASK}
+    words = Tokenizer(WordLevel(ids, unk_token="<ask>"))
+    words.add_special_tokens(["<image>", "<ask>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
 def read(llm: LLM, pictures: list[Any]) -> list[int]:
     """Return the digit that the model reads in each picture."""
-    prompts = [{"prompt_token_ids": [IMAGE, ASK], "multi_modal_data": {"image": picture}} for picture in pictures]
+    chats = [[{"role": "user", "content": [{"type": "image", "image": picture}]}] for picture in pictures]
     params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=list(range(10)))
-    return [output.outputs[0].token_ids[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [output.outputs[0].token_ids[0] for output in llm.chat(chats, params, use_tqdm=False)]
 
 
 def main(folder: Path) -> None:
@@ -126,7 +146,7 @@ def main(folder: Path) -> None:
         print(f"accuracy while training: {train(folder):.3f}")
     rng = random.Random(1)
     digits = [rng.randrange(10) for _ in range(200)]
-    with LLM(str(folder), encoder=DigitEncoder, skip_tokenizer_init=True, device="cpu", dtype="float32") as llm:
+    with LLM(str(folder), encoder=DigitEncoder, device="cpu", dtype="float32") as llm:
         found = read(llm, [draw(digit, rng) for digit in digits])
     print(json.dumps({"digits": 200, "right": sum(a == b for a, b in zip(found, digits, strict=True))}))
 

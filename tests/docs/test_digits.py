@@ -27,8 +27,7 @@ def test_a_model_that_was_trained_here_reads_digits_that_it_has_not_seen(tmp_pat
         out = io.BytesIO()
         picture.save(out, "PNG")
         files.append(out.getvalue())
-    options = {"skip_tokenizer_init": True, "device": "cpu", "dtype": "float32"}
-    with LLM(str(tmp_path), encoder=digits.DigitEncoder, **options) as llm:
+    with LLM(str(tmp_path), encoder=digits.DigitEncoder, device="cpu", dtype="float32") as llm:
         found = digits.read(llm, pictures)
         assert sum(a == b for a, b in zip(found, requested, strict=True)) > 48
         assert digits.read(llm, files) == found
