@@ -225,7 +225,7 @@ def test_what_cannot_be_saved_is_refused_with_its_reason(tmp_path):
                 call()
         with pytest.raises(RequestError, match="set kvstore"):
             llm.block_keys(TEXT)
-    with LLM(**SMALL, kvstore="cpu") as llm, pytest.raises(RequestError, match="add the store disk"):
+    with LLM(**SMALL, kvstore="cpu") as llm, pytest.raises(RequestError, match="add disk to kvstore"):
         llm.save_prefix("a", TEXT)
     with LLM(**SMALL, kvstore=disk_at(tmp_path, bytes=1 << 20)) as llm:
         with pytest.raises(RequestError, match="expected a prompt of at least 17 tokens"):

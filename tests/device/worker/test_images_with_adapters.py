@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+pytest.importorskip("peft")
+
 from adapted_images import TEXT, cases_of, serve, write_two
 from adapters import lora, write_adapter, write_ia3, write_steering
 from image_cases import Case, engine, model
