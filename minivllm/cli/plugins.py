@@ -131,7 +131,7 @@ def summary(registry: Registry, entry: Entry, import_spec: bool) -> str:
     if entry.blocked:
         return "blocked by MINIVLLM_PLUGINS"
     if not entry.builtin and not import_spec:
-        return f"(not imported: {entry.target})"
+        return f"(--specs imports {entry.target})"
     try:
         return registry.spec(entry).summary
     except PluginError as exc:

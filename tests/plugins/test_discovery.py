@@ -230,7 +230,7 @@ def test_a_hundred_packages_are_listed_without_a_module_of_theirs(tmp_path):
         (tmp_path / f"acme_{i}_spec.py").write_text("raise SystemExit('imported')\n")
     lines, modules = run(tmp_path, "plugins")
     assert modules == "[]"
-    assert sum("(not imported: acme_" in line for line in lines) == 75
+    assert sum("(--specs imports acme_" in line for line in lines) == 75
     assert sum(line.startswith("not used: acme-") for line in lines) == 25
     lines, modules = run(tmp_path, "--help")
     assert modules == "[]" and any("plugins" in line for line in lines)
@@ -251,7 +251,7 @@ def test_where_another_library_fails_on_broken_metadata_the_package_is_named(tmp
 def test_plugins_shows_summaries_of_others_if_asked(path, capsys):
     install(path, "acme", {"minivllm.evictor": {"arc": "acme_ok_spec:S"}}, acme_ok_spec=spec_text())
     assert main(["plugins", "evictor"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split(maxsplit=4)[4] == "(not imported: acme_ok_spec:S)"
+    assert capsys.readouterr().out.splitlines()[-1].split(maxsplit=4)[4] == "(--specs imports acme_ok_spec:S)"
     assert "acme_ok_spec" not in sys.modules
     assert main(["plugins", "evictor", "--specs", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
