@@ -19,7 +19,7 @@ from minivllm.cli.chat_input import make_reader
 from minivllm.cli.chat_sources import KINDS, ChatSource, LocalSource, Server
 from minivllm.cli.commands import with_flags
 from minivllm.cli.common import check_one_model, load, open_llm
-from minivllm.errors import ConfigError, MinivllmError, RequestError, ResourceError, shown, suggest
+from minivllm.errors import ConfigError, MinivllmError, RequestError, ResourceError, brief, shown, suggest
 
 HELP = """\
 /help          show these commands
@@ -171,7 +171,7 @@ def _table(values: dict[str, Any]) -> str:
 
 def chat(args: argparse.Namespace) -> int:
     """Answer each line of standard input until it ends; return the exit code.  ConfigError for ``--api-key`` without
-    ``--url``."""
+    ``--url``, and for the address of a server in place of a model."""
     check_one_model(args)
     if args.url is not None:
         source = server_of(args)
@@ -179,6 +179,10 @@ def chat(args: argparse.Namespace) -> int:
         return 0
     if args.api_key is not None:
         raise ConfigError("--api-key without --url: an engine in this process needs no key")
+    if (args.model or "").startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{brief(args.model)}: expected a model; the address of a server is --url {brief(args.model)}"
+        )
     loaded = with_flags(args, load(args))
     local = LocalSource(None, dict(loaded.sampling), view_of(args.plain))
     local.check(local.sampling)  # raises for wrong parameters before the model is loaded

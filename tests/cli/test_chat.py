@@ -273,3 +273,8 @@ def test_a_real_terminal_streams_stops_and_goes_on(plain, tmp_path):
             assert "+Tell me a story about a fox." in (tmp_path / "minivllm" / "chat_history").read_text()
     finally:
         terminal.close()
+
+
+def test_the_address_of_a_server_in_place_of_a_model_is_refused_with_the_flag_to_use(capsys):
+    assert main(["chat", "http://localhost:8000"]) == ConfigError.exit_code
+    assert capsys.readouterr().err.endswith("the address of a server is --url http://localhost:8000\n")
