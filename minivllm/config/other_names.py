@@ -176,7 +176,7 @@ def option_hint(name: str) -> str:
     hint = OPTIONS.get(name)
     if hint is None and "_" in name:
         hint = next((OPTIONS[key] for key in OPTIONS if key.endswith("*") and name.startswith(key[:-1])), None)
-    return f" It is another engine's option: {hint}." if hint else ""
+    return f" It is another engine's option; {hint}." if hint else ""
 
 
 def neutral_note(name: str, value: Any) -> str:

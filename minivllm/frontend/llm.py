@@ -81,7 +81,7 @@ def check_template_keywords(names: Iterable[str], others: Sequence[str] = ()) ->
 
 # keywords of vLLM's ``LLM.chat`` and of other libraries that this engine does not have -> hint
 CHAT_HINTS = {
-    "mm_processor_kwargs": "this engine serves text",
+    "mm_processor_kwargs": "leave it out; images are processed with the settings of the checkpoint",
     "chat_template_content_format": "the content format is determined from the text of the template",
     "enable_thinking": "pass it in chat_template_kwargs",
     "tokenize": "the prompt is always tokenized; see LLM.tokenizer.apply_chat_template",

@@ -221,7 +221,7 @@ def test_an_architecture_without_a_family_is_transformers_and_explain_lists_what
 def test_the_engines_own_code_alone_refuses_what_it_does_not_name(neox):
     with pytest.raises(ModelError, match="no plug-in serves the architecture 'GPTNeoXForCausalLM'"):
         chosen(neox, model_impl="minivllm")
-    with pytest.raises(PluginError, match="is asked where no other serves the model"):
+    with pytest.raises(PluginError, match="is used if no other plug-in serves the architecture"):
         chosen(neox, model_impl="minivllm", model_arch="transformers")
     with pytest.raises(PluginError, match="feature 'any_architecture' not declared"):
         chosen(neox, model_impl="transformers", model_arch="llama")

@@ -114,7 +114,7 @@ def _requested_for_any(query: PluginQuery) -> list[Reason]:
     """Return a reason not to choose this plug-in while plug-ins that name the architecture are considered."""
     if "architecture" not in query.facts or "any_architecture" in query.features:
         return []
-    return [Reason("is asked where no other serves the model", fix="or always with model_impl=transformers")]
+    return [Reason("is used if no other plug-in serves the architecture", fix="or always with model_impl=transformers")]
 
 
 TRANSFORMERS = Spec(
