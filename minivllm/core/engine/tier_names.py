@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from minivllm.core.interfaces.images import PlacedImage
-
     from .blocks import Salt
     from .tier_index import TierIndex
     from .tier_loads import Named
@@ -33,12 +31,7 @@ class NameOwner(Protocol):
     storing: dict[int, Any]
 
     def keys_of(
-        self,
-        tokens: np.ndarray,
-        salt: Salt,
-        keys: list[bytes],
-        blocks: int,
-        images: Sequence[PlacedImage] = (),
+        self, tokens: np.ndarray, salt: Salt, keys: list[bytes], blocks: int
     ) -> list[bytes]: ...
 
     @staticmethod

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     AddNorm = Callable[[Tensor, Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 GRIDS = 32  # largest number of grids whose position tables are cached
-COUNTED = 4096  # largest number of grids whose calls are counted
-SIGHTS = 2  # number of earlier calls after which a grid is frequent, whatever came between them
+REMEMBERED = 4096  # largest number of grids of earlier calls that are remembered
 # Back ends of torch's attention for frequent grids, the preferred one first.  Torch's own order has cuDNN last.  With
 # heads of 72 elements it takes 0.6 of the time of flash attention on an H200, but 40 ms more for the first call with a
 # size.
@@ -81,7 +80,7 @@ class PatchTower:
         self.joined_gelu = narrow and config.hidden_act == "gelu_pytorch_tanh"
         self._tables: OrderedDict[tuple[int, int, int], Tables] = OrderedDict()
         self._captured: dict[tuple[int, int, int], Tables] = {}  # tables that CUDA graphs read, so they are never freed
-        self._counts: OrderedDict[tuple[int, int, int], int] = OrderedDict()  # grid -> number of calls
+        self._seen: OrderedDict[tuple[int, int, int], None] = OrderedDict()  # grids of earlier calls, newest last
 
     def __call__(self, patches: Tensor, grid: tuple[int, int, int]) -> list[Tensor]:
         """Return the features [tokens, hidden] of each level, for the patches [T, values] of images with the same grid.
@@ -94,16 +93,16 @@ class PatchTower:
             return self._features(patches, grid)
 
     def frequent(self, grid: tuple[int, int, int]) -> bool:
-        """Count a call with a grid, and return whether it has the back ends ``FREQUENT``: its tables are cached, or it
-        had SIGHTS calls before.
+        """Remember the grid of a call, and return whether an earlier call had it.
 
-        A capture calls the tower twice, first without recording.  Both calls have the same back end, because a grid
-        that is captured had SIGHTS calls, so cuDNN prepares nothing while a graph is recorded."""
-        calls = self._counts.pop(grid, 0)
-        self._counts[grid] = calls + 1
-        if len(self._counts) > COUNTED:
-            self._counts.popitem(last=False)
-        return calls >= SIGHTS or grid in self._captured or grid in self._tables
+        A capture calls the tower twice, first without recording, and only for a grid of earlier calls.  So both calls
+        have the back ends ``FREQUENT``, and cuDNN prepares nothing while a graph is recorded."""
+        frequent = grid in self._seen
+        self._seen[grid] = None
+        self._seen.move_to_end(grid)
+        if len(self._seen) > REMEMBERED:
+            self._seen.popitem(last=False)
+        return frequent
 
     def _features(self, patches: Tensor, grid: tuple[int, int, int]) -> list[Tensor]:
         """Return the features of a call, with the order of torch's back ends of attention that is set."""
