@@ -52,41 +52,52 @@ class LayerFactors:
     """The factors of one layer for every place (slot for one loaded adapter on the device)."""
 
     def __init__(self, memory: IA3Memory, name: str, layer: AdaptedLayer) -> None:
-        self.memory, self.name = memory, name
-        rows, info, model = memory.none + 1, layer.info, memory.model
+        self.memory = memory
+        self.name = name
+        rows = memory.none + 1
+        info = layer.info
+        model = memory.model
         options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
         self.inputs = torch.ones(rows, info.in_features, **options)
         self.outputs = torch.ones(rows, info.out_features, **options)
         # if the results of several processes are added, only one of them adds the bias
-        self.bias = layer.bias if info.split != "row" or info.shard.rank == 0 else None
+        adds_bias = info.split != "row" or info.shard.rank == 0
+        self.bias = layer.bias if adds_bias else None
 
     def store(self, place: int, factors: Factors) -> None:
         """Copy the factors of an adapter to a place (slot on the device).  A layer that the adapter does not change
         gets ones.
         """
-        for memory, given in ((self.inputs, factors.inputs), (self.outputs, factors.outputs)):
-            if self.name in given:
-                memory[place].copy_(given[self.name], non_blocking=True)
+        memories = (self.inputs, factors.inputs), (self.outputs, factors.outputs)
+        for memory, by_layer in memories:
+            row = memory[place]
+            if self.name in by_layer:
+                row.copy_(by_layer[self.name], non_blocking=True)
             else:
-                memory[place].fill_(1)
+                row.fill_(1)
 
     def __call__(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return product(x) [T, out], with inputs and outputs multiplied by the factors of each token's adapter; x is
         [T, in].
         """
         memory = self.memory
-        if memory.rows is None or (memory.used is not None and self.name not in memory.used):
+        if memory.rows is None:
+            return product(x)
+        if memory.used is not None and self.name not in memory.used:
             return product(x)
         y = product(x * self.inputs[memory.rows])
         factors = self.outputs[memory.rows]
-        return y * factors if self.bias is None else y * factors + self.bias * (factors - 1)
+        if self.bias is None:
+            return y * factors
+        return y * factors + self.bias * (factors - 1)
 
 
 class IA3Memory(AdapterMemory):
     """The factors of all loaded adapters for all linear layers."""
 
     def __init__(self, model: AdaptedModel, places: int) -> None:
-        self.model, self.none = model, places
+        self.model = model
+        self.none = places
         self.changes = {name: LayerFactors(self, name, layer) for name, layer in model.layers.items()}
         self.layers: list[frozenset[str]] = [frozenset()] * places  # layers that the adapter in each place changes
         self.rows: Tensor | None = None  # i64 [T] index of the row of factors for each token of the step
@@ -109,17 +120,21 @@ class IA3Memory(AdapterMemory):
             match = NAME.fullmatch(name)
             if match is None:
                 raise adapter_refusal(source.folder, f"tensor {shown(name)} is not adapted: expected factors, ia3_l")
-            if (other := seen.setdefault(match["module"], name)) != name:
+            module = match["module"]
+            other = seen.setdefault(module, name)
+            if other != name:
                 what = f"{shown(other)} and {shown(name)} are factors of the same layer"
                 raise adapter_refusal(source.folder, f"{what}; expected each layer once")
-            if why := targets.refusal(match["module"]):
-                raise adapter_refusal(source.folder, f"{match['module']} has weights, but {why}: {DROP}")
-            self._take(source, name, source.target(match["module"]), found)
+            if why := targets.refusal(module):
+                raise adapter_refusal(source.folder, f"{module} has weights, but {why}: {DROP}")
+            target = source.target(module)
+            self._take(source, name, target, found)
         return found
 
     def _take(self, source: AdapterSource, name: str, target: AdapterTarget, found: Factors) -> None:
         """Add a tensor of a folder to the factors ``found``.  Raise RequestError if it does not fit the model."""
-        shape, values = source.shape(name), source.tensor(name)
+        shape = source.shape(name)
+        values = source.tensor(name)
         dtype = str(self.model.dtype).removeprefix("torch.")
         if not all_finite(values, self.model.dtype):
             raise adapter_refusal(source.folder, f"{name}: its factors are not all finite numbers in {dtype}")
@@ -133,7 +148,8 @@ class IA3Memory(AdapterMemory):
                 merged = ", ".join(part for part, _ in layer.info.parts)
                 what = f"{name} has factors of the inputs of one part of a merged layer ({merged})"
                 raise adapter_refusal(source.folder, f"{what}, which is not implemented: {MERGE}")
-            self._of(found.inputs, target.layer, layer.info.in_features).copy_(target.columns(values[0]))
+            factors = self._of(found.inputs, target.layer, layer.info.in_features)
+            factors.copy_(target.columns(values[0]))
         else:
             expected = f"[{target.outputs}, 1] (outputs) or [1, {target.inputs}] (inputs)"
             what = f"{name} has shape {list(shape)}, expected {expected}; it was trained on another model"
@@ -144,11 +160,13 @@ class IA3Memory(AdapterMemory):
         the layer.
         """
         if layer not in factors:
-            factors[layer] = self.model.zeros(size, self.model.dtype).fill_(1)
+            zeros = self.model.zeros(size, self.model.dtype)
+            factors[layer] = zeros.fill_(1)
         return factors[layer]
 
     def store(self, place: int, loaded: Factors) -> None:
-        before, self.layers[place] = self.layers[place], loaded.layers
+        before = self.layers[place]
+        self.layers[place] = loaded.layers
         for name in before | loaded.layers:
             self.changes[name].store(place, loaded)
 
@@ -158,8 +176,9 @@ class IA3Memory(AdapterMemory):
         self.rows = torch.where(tokens < 0, self.none, tokens).long()
         self.used = None
         if chooses_layers(tokens.device):
-            places = [place for place in tokens.unique().tolist() if place >= 0]
-            self.used = frozenset().union(*(self.layers[place] for place in places))
+            places = tokens.unique().tolist()
+            changed = [self.layers[place] for place in places if place >= 0]
+            self.used = frozenset().union(*changed)
 
     def end(self) -> None:
         self.rows = self.used = None

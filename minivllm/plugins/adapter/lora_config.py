@@ -56,7 +56,8 @@ class LoraSettings:
 
     def scale_of(self, module: str) -> float:
         """Return the scale of a module, by which its product with A and B is multiplied."""
-        rank, alpha = self.rank_of(module), _matching(self.alphas, module, self.alpha)
+        rank = self.rank_of(module)
+        alpha = _matching(self.alphas, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
@@ -86,7 +87,9 @@ def read_settings(folder: str, config: Mapping[str, Any], max_rank: int) -> Lora
     largest = max(rank, *ranks.values()) if ranks else rank
     if largest > max_rank:
         raise adapter_refusal(folder, f"its rank is {largest}; expected at most max_lora_rank={max_rank}")
-    return LoraSettings(int(rank), alpha, bool(config.get("use_rslora")), ranks, alphas, read_targets(folder, config))
+    rslora = bool(config.get("use_rslora"))
+    targets = read_targets(folder, config)
+    return LoraSettings(int(rank), alpha, rslora, ranks, alphas, targets)
 
 
 def _number(folder: str, name: str, value: Any, whole: bool = False) -> float:

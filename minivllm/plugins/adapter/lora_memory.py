@@ -60,7 +60,8 @@ class LinearAdapter:
     """Adds the products of the adapters on the device to the output of one linear layer."""
 
     def __init__(self, memory: LoraMemory, info: ModuleInfo, place: Place) -> None:
-        self.memory, self.place = memory, place
+        self.memory = memory
+        self.place = place
         self.rows = [info.rows[name] for name, _ in info.parts]
         self.a, self.b = place.views(memory.arena)
         # place (slot) of an adapter on the device -> its products whose bits do not depend on the number of tokens
@@ -76,7 +77,8 @@ class LinearAdapter:
         """Return product(x) [T, out] plus the products of the adapters for x [T, in]."""
         if self.kernel is None:
             return self._add(x, product(x))
-        return self.kernel.expand(*self._products(product, x), self.memory.groups)
+        inner, y = self._products(product, x)
+        return self.kernel.expand(inner, y, self.memory.groups)
 
     def _products(self, product: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Any, Tensor]:
         """Return the products of A for x [T, in] as ``LoraProduct.shrink``, and product(x) [T, out]."""
@@ -104,13 +106,15 @@ class LinearAdapter:
         kernel behind the product computes it.
 
         ``following`` is the change of the layer that reads the result; the kernel may compute its products of A too."""
-        if self.kernel is None or self.memory.groups.few or not self.kernel.gates:
+        kernel = self.kernel
+        groups = self.memory.groups
+        if kernel is None or groups.few or not kernel.gates:
             return None
         from .triton_merged import gated
 
         inner, y = self._products(product, x)
         after = None if following is None else following.kernel
-        out, ahead = gated(self.kernel, after, inner, y, activation, self.memory.groups)
+        out, ahead = gated(kernel, after, inner, y, activation, groups)
         if following is not None and ahead is not None:
             self.memory.ahead = Ahead(following, out, ahead)
         return out
@@ -118,28 +122,45 @@ class LinearAdapter:
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         """Add the products of the adapters for x [T, in] to y [T, out] in place without kernels, and return y."""
         for adapter, index in self.memory.groups:
-            if self.memory.host_ranks[adapter][self.place.number]:
-                added = self._product(adapter, x if index is None else x[index])
-                y = y.add_(added) if index is None else y.index_add_(0, index, added)
+            rank = self.memory.host_ranks[adapter][self.place.number]
+            if not rank:
+                continue
+            if index is None:
+                y = y.add_(self._product(adapter, rank, x))
+            else:
+                added = self._product(adapter, rank, x[index])
+                y = y.index_add_(0, index, added)
         return y
 
-    def _product(self, adapter: int, x: Tensor) -> Tensor:
-        """Return the product [n, out] of one adapter's A and B for x [n, in]."""
+    def _product(self, adapter: int, rank: int, x: Tensor) -> Tensor:
+        """Return the product [n, out] of one adapter's A and B, of the rank ``rank``, for x [n, in]."""
         if self.memory.invariant:
-            shrink, expand = self._fixed_of(adapter)
-            pieces = shrink(x).chunk(self.place.parts, dim=1)
-            return torch.cat([product(piece) for product, piece in zip(expand, pieces, strict=True)], dim=1)
-        rank = self.memory.host_ranks[adapter][self.place.number]
-        a, b = self.a[adapter, :, :rank], self.b[adapter, :, :rank]
-        pieces = torch.mm(x, a.flatten(0, 1).t()).chunk(self.place.parts, dim=1)
-        added = [torch.mm(piece, b[rows].t()) for piece, rows in zip(pieces, self.rows, strict=True)]
-        return added[0] if len(added) == 1 else torch.cat(added, dim=1)
+            return self._fixed_product(adapter, x)
+        a = self.a[adapter, :, :rank].flatten(0, 1)
+        b = self.b[adapter, :, :rank]
+        inner = torch.mm(x, a.t())
+        pieces = inner.chunk(self.place.parts, dim=1)
+        outputs = []
+        for piece, rows in zip(pieces, self.rows, strict=True):
+            output = torch.mm(piece, b[rows].t())
+            outputs.append(output)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _fixed_product(self, adapter: int, x: Tensor) -> Tensor:
+        """Return the batch-invariant product [n, out] of one adapter's A and B for x [n, in]."""
+        shrink, expand = self._fixed_of(adapter)
+        pieces = shrink(x).chunk(self.place.parts, dim=1)
+        outputs = [product(piece) for product, piece in zip(expand, pieces, strict=True)]
+        return torch.cat(outputs, dim=1)
 
     def _fixed_of(self, adapter: int) -> tuple[FixedRows, list[FixedRows]]:
         """Return the batch-invariant products of A, and of the part of B for each part of the layer."""
         if adapter not in self.fixed:
-            a, b = self.a[adapter].flatten(0, 1), self.b[adapter]
-            self.fixed[adapter] = FixedRows(a), [FixedRows(b[rows].contiguous()) for rows in self.rows]
+            shrink = FixedRows(self.a[adapter].flatten(0, 1))
+            b = self.b[adapter]
+            weights = [b[rows].contiguous() for rows in self.rows]
+            expand = [FixedRows(weight) for weight in weights]
+            self.fixed[adapter] = shrink, expand
         return self.fixed[adapter]
 
 
@@ -148,16 +169,23 @@ class LoraMemory(AdapterMemory):
 
     def __init__(self, model: AdaptedModel, places: int, max_rank: int) -> None:
         """Allocate memory for ``places`` adapters of all linear layers of ``model``."""
-        self.model, self.max_rank = model, max_rank
+        self.model = model
+        self.max_rank = max_rank
         self.invariant = model.batch_invariant
-        self.kernels = runs_kernels(model.device)
+        device = model.device
+        self.kernels = runs_kernels(device)
         rank = -(-max_rank // LEAST_RANK) * LEAST_RANK
-        self.places, end = places_of({name: layer.info for name, layer in model.layers.items()}, rank)
-        self.arena = torch.zeros(places, max(end, 1), dtype=model.dtype, device=model.device)
-        self.ranks = torch.zeros(places, max(len(self.places), 1), dtype=torch.int32, device=model.device)
-        self.host_ranks = [[0] * len(self.places) for _ in range(places)]
+        infos = {name: layer.info for name, layer in model.layers.items()}
+        self.places, end = places_of(infos, rank)
+        layers = len(self.places)
+        self.size = max(end, 1)  # of a row
+        self.arena = torch.zeros(places, self.size, dtype=model.dtype, device=device)
+        self.ranks = torch.zeros(places, max(layers, 1), dtype=torch.int32, device=device)
+        self.host_ranks = [[0] * layers for _ in range(places)]
         self._plans: list[ReadPlan] = []
-        self.staging = Staging(max(end, 1), model.dtype, model.device) if model.device.type == "cuda" else None
+        self.staging: Staging | None = None
+        if device.type == "cuda":
+            self.staging = Staging(self.size, model.dtype, device)
         # a second stream on which captured steps of few tokens compute x A^T next to the product of the layer
         self.aside: Any = None
         self._aside: Any = None
@@ -165,30 +193,36 @@ class LoraMemory(AdapterMemory):
         # adapter, i64 indices of its tokens or None for all tokens)
         self.groups: Any = []
         self.ahead: Ahead | None = None
-        self.changes = {name: LinearAdapter(self, model.layers[name].info, at) for name, at in self.places.items()}
+        self.changes = {name: LinearAdapter(self, infos[name], place) for name, place in self.places.items()}
 
     def layer(self, name: str) -> LayerChange:
         return self.changes[name]
 
     def low_rank(self, name: str) -> LowRank:
         change = self.changes[name]
-        return LowRank(change.a, change.b, self.ranks[:, change.place.number])
+        ranks = self.ranks[:, change.place.number]
+        return LowRank(change.a, change.b, ranks)
 
     # ---- adapters ----------------------------------------------------------------------------------------------------
 
     def reserve(self) -> None:
-        size = self.arena[0].nbytes
-        count = min(len(self.arena), max(1, RESERVED // size)) if self.model.device.type == "cuda" else 0
-        kept = [self.model.empty(self.arena.shape[1], self.arena.dtype) for _ in range(count)]
+        if self.model.device.type != "cuda":
+            return
+        rows = max(1, RESERVED // self.arena[0].nbytes)
+        count = min(len(self.arena), rows)
+        kept = [self.model.empty(self.size, self.model.dtype) for _ in range(count)]
         del kept  # the allocator keeps the freed memory, and later calls of ``empty`` return it
 
     def read(self, source: AdapterSource) -> HostAdapter:
-        folder, size = source.folder, self.arena.shape[1]
-        plan = self._plan(source, read_settings(folder, source.config, self.max_rank))
-        weights = self.model.empty(size, self.arena.dtype)
-        if plan.numbers < size:
+        folder = source.folder
+        dtype = self.model.dtype
+        settings = read_settings(folder, source.config, self.max_rank)
+        plan = self._plan(source, settings)
+        weights = self.model.empty(self.size, dtype)
+        if plan.numbers < self.size:
             weights.zero_()
-        source.read([TensorCopy(name, first, part.of(weights)) for name, first, part in plan.copies])
+        copies = [TensorCopy(name, first, part.of(weights)) for name, first, part in plan.copies]
+        source.read(copies)
         for name, convert in plan.conversions:
             convert(source.tensor(name), weights)
         for first, stop, scale in plan.scales:
@@ -198,9 +232,9 @@ class LoraMemory(AdapterMemory):
                 weights[first:stop].mul_(scale)
         # A weight that is not finite would spoil the results of other adapters' tokens, because the products of all
         # adapters of a step are added up in common sums.
-        if not all_finite(weights, self.arena.dtype):
-            dtype = str(self.arena.dtype).removeprefix("torch.")
-            raise adapter_refusal(folder, f"its weights, with their scale, are not all finite numbers in {dtype}")
+        if not all_finite(weights, dtype):
+            name = str(dtype).removeprefix("torch.")
+            raise adapter_refusal(folder, f"its weights, with their scale, are not all finite numbers in {name}")
         if self.staging is not None:
             self.staging.put(weights)
         return HostAdapter(weights, plan.ranks)
@@ -211,14 +245,16 @@ class LoraMemory(AdapterMemory):
         for plan in self._plans:
             if plan.layout == source.layout and plan.settings == settings:
                 return plan
-        plan = make_plan(source, settings, self.model, self.places, self.arena.dtype)
-        self._plans = [plan, *self._plans[: PLANS - 1]]
+        plan = make_plan(source, settings, self.model, self.places, self.model.dtype)
+        kept = self._plans[: PLANS - 1]
+        self._plans = [plan, *kept]
         return plan
 
     def store(self, place: int, loaded: HostAdapter) -> None:
         weights, ranks = loaded
-        if self.staging is None or not self.staging.take(weights, self.arena[place]):
-            self.arena[place].copy_(weights, non_blocking=True)
+        row = self.arena[place]
+        if self.staging is None or not self.staging.take(weights, row):
+            row.copy_(weights, non_blocking=True)
         self.ranks[place, : len(ranks)].copy_(ranks, non_blocking=True)
         self.host_ranks[place] = ranks.tolist()
         for change in self.changes.values():
@@ -257,7 +293,13 @@ def runs_kernels(device: Any) -> bool:
 
 def _groups_of(tokens: Tensor) -> list[tuple[int, Tensor | None]]:
     """Return (place of an adapter, indices of its tokens in the step or None for all tokens) for each adapter."""
-    found = [place for place in tokens.unique().tolist() if place >= 0]
-    if len(found) == 1 and bool((tokens >= 0).all()):
-        return [(found[0], None)]
-    return [(place, (tokens == place).nonzero().flatten()) for place in found]
+    places = tokens.unique().tolist()
+    if len(places) == 1 and places[0] >= 0:
+        return [(places[0], None)]
+    groups = []
+    for place in places:
+        if place >= 0:
+            of_adapter = tokens == place
+            indices = of_adapter.nonzero().flatten()
+            groups.append((place, indices))
+    return groups

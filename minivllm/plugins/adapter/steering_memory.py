@@ -24,17 +24,17 @@ class SteeringMemory(AdapterMemory):
 
     def __init__(self, model: AdaptedModel, places: int, patterns: Sequence[str]) -> None:
         """Allocate the vectors of the tap points whose names match ``patterns``.  PluginError if none matches."""
-        self.model, self.none = model, places
-        widths = {
-            point: width
-            for point, width in model.points.items()
-            if any(fnmatchcase(point, pattern) for pattern in patterns)
-        }
-        if not widths:
-            some = ", ".join(list(model.points)[:3]) or "none"
-            raise PluginError(f"steering: no tap point of this model matches points={list(patterns)}; it has {some}")
+        self.model = model
+        self.none = places
         options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
-        self.vectors = {point: torch.zeros(places + 1, width, **options) for point, width in widths.items()}
+        self.vectors: dict[str, torch.Tensor] = {}
+        for point, width in model.points.items():
+            if any(fnmatchcase(point, pattern) for pattern in patterns):
+                self.vectors[point] = torch.zeros(places + 1, width, **options)
+        if not self.vectors:
+            first = list(model.points)[:3]
+            some = ", ".join(first) or "none"
+            raise PluginError(f"steering: no tap point of this model matches points={list(patterns)}; it has {some}")
         self.rows: Tensor | None = None  # i64 [T] index of the row of the vectors for each token of the step
 
     def read(self, source: AdapterSource) -> dict[str, Tensor]:
@@ -54,7 +54,8 @@ class SteeringMemory(AdapterMemory):
                 known = "is left out by the option points of the method steering"
             hint = suggest(point, self.vectors)
             raise adapter_refusal(source.folder, f"tensor {shown(point)} {known}.{hint}")
-        width, shape = self.model.points[point], source.shape(point)
+        width = self.model.points[point]
+        shape = source.shape(point)
         if shape != (width,):
             what = f"{point} has shape {list(shape)}, expected [{width}]; it was made for another model"
             raise adapter_refusal(source.folder, what)

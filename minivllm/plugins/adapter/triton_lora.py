@@ -47,7 +47,9 @@ class TokenGroups(NamedTuple):
     @property
     def few(self) -> bool:
         """Return whether the inputs of a tile are split over programs.  Batch-invariant steps always split them."""
-        return self.tokens <= SPLIT_TO or self.rows.shape[1] == TILES[0][1]
+        _, least = TILES[0]
+        _, tile = self.rows.shape
+        return self.tokens <= SPLIT_TO or tile == least
 
 
 @triton.jit
@@ -101,14 +103,20 @@ def group(tokens: Tensor, ranks: Tensor, invariant: bool) -> TokenGroups:
     count = tokens.shape[0]
     places, layers = ranks.shape
     tile = next(tile for most, tile in TILES if count <= most or invariant)
-    tiles = min(count, count // tile + min(places + 1, count))
-    ints = torch.empty(tiles * (tile + 2 + layers), dtype=torch.int32, device=tokens.device)
-    rows, sizes, adapters, of_tiles = ints.split([tiles * tile, tiles, tiles, tiles * layers])
+    unfilled = min(places + 1, count)  # most tiles with fewer than ``tile`` tokens: one for each adapter and for none
+    tiles = min(count, count // tile + unfilled)
+    parts = [tiles * tile, tiles, tiles, tiles * layers]
+    ints = torch.empty(sum(parts), dtype=torch.int32, device=tokens.device)
+    rows, sizes, adapters, of_tiles = ints.split(parts)
     width = triton.next_power_of_2(places + 1)
-    scan = max(16, min(64 if count <= SPLIT_TO else 1024, SCANNED // width))
+    most = 64 if count <= SPLIT_TO else 1024
+    scan = max(16, min(most, SCANNED // width))
     shape = {"P": width, "BT": tile, "SCAN": scan, "BL": 128, "num_warps": 4}
-    _group[(tiles,)](tokens, ranks, rows, sizes, adapters, of_tiles, count, places, layers, **shape)
-    return TokenGroups(rows.view(tiles, tile), sizes, adapters, of_tiles.view(tiles, layers), count)
+    launch = _group[(tiles,)]
+    launch(tokens, ranks, rows, sizes, adapters, of_tiles, count, places, layers, **shape)
+    rows = rows.view(tiles, tile)
+    of_tiles = of_tiles.view(tiles, layers)
+    return TokenGroups(rows, sizes, adapters, of_tiles, count)
 
 
 @triton.jit
@@ -191,16 +199,26 @@ class LoraProduct:
     """
 
     def __init__(self, a: Tensor, b: Tensor, number: int, starts: Sequence[int]) -> None:
-        self.a, self.b, self.number = a, b, number
+        self.a = a
+        self.b = b
+        self.number = number
         _, self.parts, self.rank, self.inputs = a.shape
+        outputs = b.shape[1]
         self.width = triton.next_power_of_2(self.rank)
         self.starts = tuple(starts)
-        self.gates = self.starts == (0, b.shape[1] // 2)  # whether it has two parts of equal size (gate, up)
+        self.gates = self.starts == (0, outputs // 2)  # whether it has two parts of equal size (gate, up)
         self.precision = "ieee" if a.dtype == torch.float32 else "tf32"
-        bounds = [*starts, b.shape[1]]
-        self.unit = 16 if all(bound % 16 == 0 for bound in bounds) else 1
-        self.block, self.large = (256, 128) if self.width <= 32 else (64, 64)
-        self.blocks = {size: self._blocks(size, bounds) for size in (self.block, self.large)}
+        # arguments of both kernels
+        self.shape = {"PARTS": self.parts, "RANK": self.rank, "R": self.width, "PRECISION": self.precision}
+        bounds = [*starts, outputs]
+        aligned = all(bound % 16 == 0 for bound in bounds)
+        self.unit = 16 if aligned else 1
+        self.block = self.large = 64
+        if self.width <= 32:
+            self.block = 256
+            self.large = 128
+        sizes = {self.block, self.large}
+        self.blocks = {size: self._blocks(size, bounds) for size in sizes}
 
     def _blocks(self, size: int, bounds: Sequence[int]) -> Tensor:
         """Return blocks of at most ``size`` outputs, i32 [blocks, 3].
@@ -209,8 +227,9 @@ class LoraProduct:
         """
         blocks = []
         for part, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            first_outputs = range(start, stop, size)
-            blocks += [(part, begin // self.unit, stop // self.unit) for begin in first_outputs]
+            end = stop // self.unit
+            for begin in range(start, stop, size):
+                blocks.append((part, begin // self.unit, end))
         return torch.tensor(blocks, dtype=torch.int32, device=self.a.device)
 
     def of_tiles(self, groups: TokenGroups) -> tuple[Tensor, ...]:
@@ -219,32 +238,41 @@ class LoraProduct:
     def shrink(self, x: Tensor, groups: TokenGroups) -> Tensor:
         """Return h f32 [splits, parts, T, rank], the products of x [T, in] and A for the tokens with an adapter."""
         tiles, tile = groups.rows.shape
-        few = groups.few
-        block_k = max(32, min(512 if few else 128, 16384 // self.width))
-        span = self.inputs if not few else -(-self.inputs // SPLITS)
-        span = -(-span // block_k) * block_k
-        splits = -(-self.inputs // span)
-        h = torch.empty(splits, self.parts, groups.tokens, self.width, dtype=torch.float32, device=x.device)
-        shape = {"PARTS": self.parts, "RANK": self.rank, "R": self.width, "BT": tile, "PRECISION": self.precision}
-        stages = 1 if span == block_k else 2 if few else 3
-        options = {"BK": block_k, "SPAN": span, "num_warps": 4, "num_stages": stages, **pdl(x)}
+        span = self.inputs
+        block_k = 128
+        stages = 3
+        if groups.few:
+            span = triton.cdiv(span, SPLITS)
+            block_k = 512
+            stages = 2
+        block_k = max(32, min(block_k, 16384 // self.width))
+        blocks = triton.cdiv(span, block_k)
+        if blocks == 1:
+            stages = 1
+        span = blocks * block_k
+        splits = triton.cdiv(self.inputs, span)
+        shape = splits, self.parts, groups.tokens, self.width
+        h = torch.empty(shape, dtype=torch.float32, device=x.device)
+        options = {"BT": tile, "BK": block_k, "SPAN": span, "num_warps": 4, "num_stages": stages}
         strides = x.stride(0), self.a.stride(0), groups.ranks.stride(0)
-        grid = self.parts, tiles, splits
-        _shrink[grid](x, self.a, *self.of_tiles(groups), h, len(x), self.inputs, *strides, **shape, **options)
+        of_tiles = self.of_tiles(groups)
+        launch = _shrink[(self.parts, tiles, splits)]
+        launch(x, self.a, *of_tiles, h, len(x), self.inputs, *strides, **self.shape, **options, **pdl(x))
         return h
 
     def expand(self, h: Tensor, y: Tensor, groups: TokenGroups) -> Tensor:
         """Add the products of h and B to y [T, out] in place, and return y."""
         tiles, tile = groups.rows.shape
-        shape = {"PARTS": self.parts, "RANK": self.rank, "R": self.width, "BT": tile, "PRECISION": self.precision}
         size = self.block if groups.few else self.large
         blocks = self.blocks[size]
-        options = {"BN": size, "UNIT": self.unit, "SPLITS": len(h), "num_warps": 4, **pdl(y)}
+        options = {"BT": tile, "BN": size, "UNIT": self.unit, "SPLITS": len(h), "num_warps": 4}
         strides = y.stride(0), self.b.stride(0), groups.ranks.stride(0)
-        grid = len(blocks), tiles
-        _expand[grid](h, self.b, *self.of_tiles(groups), blocks, y, len(y), *strides, **shape, **options)
+        of_tiles = self.of_tiles(groups)
+        launch = _expand[(len(blocks), tiles)]
+        launch(h, self.b, *of_tiles, blocks, y, len(y), *strides, **self.shape, **options, **pdl(y))
         return y
 
     def __call__(self, x: Tensor, y: Tensor, groups: TokenGroups) -> Tensor:
         """Add the product for x [T, in] to y [T, out] in place, and return y."""
-        return self.expand(self.shrink(x, groups), y, groups)
+        inner = self.shrink(x, groups)
+        return self.expand(inner, y, groups)
