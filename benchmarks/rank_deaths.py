@@ -356,7 +356,9 @@ def main(argv: list[str] | None = None) -> int:
         os.mkdir(os.path.join(folder, "parts"))
         for i in range(args.times):
             args.fault = args.faults[i % len(args.faults)]
+            begun = time.monotonic()
             Try(args, folder, rng).run(args.fault, rows[args.fault])
+            print(f"try {i + 1}, {args.fault}: {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
     print(f"{'fault':31} {'tries':>5} {'said within':>11} {'gone within':>11}  left behind")
     for fault, row in rows.items():
         left = ", ".join(f"{n} {what}" for what, n in row.left.items()) or "nothing"

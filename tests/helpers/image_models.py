@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from devices import DEVICE
 from torch import Tensor
 
 from minivllm.testing.tiny_images import END, IMAGE, LINES, PIXTRAL, START, make
@@ -21,7 +22,9 @@ def picture(seed: int, width: int = 40, height: int = 40) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
-CLOSE = 1e-4  # largest difference of two log-probabilities in float32
+# largest difference of two log-probabilities in float32; the reference runs on a CPU, and transformers' own model on an
+# H200 differs from it by up to 3.8e-4 (21 batches of seven families)
+CLOSE = 1e-4 if DEVICE == "cpu" else 5e-4
 MARKS = {"llava": [IMAGE], "gemma3": [START]}  # family -> the tokens that stand for an image in a prompt
 SIZES = ((40, 40), (90, 30), (30, 120), (200, 150), (33, 77))
 
@@ -100,8 +103,10 @@ class Reference:
         """
         found = self.logprobs([*self.ids, *tokens])[len(self.ids) - 1 : -1]
         own = found.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        assert (found.amax(-1) - own).max() < CLOSE
-        assert np.abs(own.numpy() - np.array(scores)).max() < CLOSE
+        below = float((found.amax(-1) - own).max())
+        assert below < CLOSE, f"a token is {below:.1e} less likely than the likeliest one"
+        off = float(np.abs(own.numpy() - np.array(scores)).max())
+        assert off < CLOSE, f"a log-probability differs by {off:.1e}"
 
 
 CHAT = """{% for message in messages %}<|im_start|>{{ message.role }}
