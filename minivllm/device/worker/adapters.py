@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minivllm.core.external_calls import as_exception
 from minivllm.core.interfaces.adapter import (
@@ -63,7 +64,11 @@ def make_methods(wiring: Wiring) -> dict[str, AdapterMethod]:
     """Build the methods of a wiring, by the ``peft_type`` of the folders that they read."""
     limits = wiring.adapters
     ctx = AdapterContext(limits.max_loras, limits.max_lora_rank)
-    return {str(part.traits[TYPE]): build_part("adapter", part, ctx) for part in limits.methods}
+    methods = {}
+    for part in limits.methods:
+        peft_type = str(part.traits[TYPE])
+        methods[peft_type] = build_part("adapter", part, ctx)
+    return methods
 
 
 def adapter_checks(wiring: Wiring) -> AdapterChecks:
@@ -80,34 +85,29 @@ class Adapters:
     -1 elsewhere; the last column is -1."""
 
     def __init__(self, wiring: Wiring, cfg: Any, model: Model, parts: ModelParts, device: torch.device) -> None:
-        limits, slots = wiring.adapters, wiring.max_num_seqs + 1
-        # the device with its number, because the current device may differ in other threads
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        slots = wiring.max_num_seqs + 1
+        places = wiring.adapters.max_loras
+        self.device = device
+        if device.type == "cuda":
+            # the device with its number, because the current device may differ in other threads
+            self.device = torch.device("cuda", torch.cuda.current_device())
         layers = {name: module for name, module in parts.modules.items() if type(module) is Linear}
-        points = {name: width for name, width in tap_points(model).items() if not read_only(name)}
-        adapted = AdaptedModel(
-            {name: AdaptedLayer(module.info, module.bias) for name, module in layers.items()},
-            points,
-            parts.dtype,
-            device,
-            wiring.batch_invariant,
-            self._zeros,
-            self._empty,
-        )
         made = make_methods(wiring)
-        self.memories: list[AdapterMemory] = [method.memory(adapted) for method in made.values()]
+        self.memories = self._make_memories(wiring, model, parts, device, made, layers)
         self.methods = {name: number for number, name in enumerate(made)}
-        self.all = tuple(range(len(self.memories)))
+        self.all = tuple(range(len(made)))
         self.active = ActiveMethods()
         for name, module in layers.items():
             found = LayerAdapters(name, self.active, self.memories)
             module.adapter = found if found.changes else None
         self.low_rank = self._low_rank_method(layers)
-        self.column = torch.full((slots,), -1, dtype=torch.int32, device=device)
+        options: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self.column = torch.full((slots,), -1, **options)
         self.of_slot = np.full(slots, -1, np.int32)
-        self.of_place: list[LoadedAdapter | None] = [None] * limits.max_loras
+        self.of_place: list[LoadedAdapter | None] = [None] * places
         self.pointed = False  # an adapter on the device changes tap points
-        self.tables = torch.full((len(self.all), limits.max_loras + 1), -1, dtype=torch.int32, device=device)
+        shape = len(made), places + 1
+        self.tables = torch.full(shape, -1, **options)
         self.loaded: dict[int, LoadedAdapter] = {}
         # copies to a GPU that may not have finished, each with the event that follows it
         self._copied: deque[tuple[Any, LoadedAdapter]] = deque()
@@ -119,13 +119,33 @@ class Adapters:
         self._threads: list[threading.Thread] = []
         self._closed = False
         if self.device.type == "cuda":  # allocating pinned memory takes longer than a read
-            threading.Thread(target=self._reserve, name="minivllm-adapters", daemon=True).start()
+            _thread(self._reserve)
+
+    def _make_memories(
+        self,
+        wiring: Wiring,
+        model: Model,
+        parts: ModelParts,
+        device: torch.device,
+        methods: Mapping[str, AdapterMethod],
+        layers: Mapping[str, Linear],
+    ) -> list[AdapterMemory]:
+        """Allocate the memory of each method for the linear ``layers`` of a model."""
+        adapted_layers = {name: AdaptedLayer(module.info, module.bias) for name, module in layers.items()}
+        points = {name: width for name, width in tap_points(model).items() if not read_only(name)}
+        adapted = AdaptedModel(
+            adapted_layers, points, parts.dtype, device, wiring.batch_invariant, self._zeros, self._empty
+        )
+        return [method.memory(adapted) for method in methods.values()]
 
     def _low_rank_method(self, layers: Mapping[str, Linear]) -> int | None:
         """Return the number of a method whose effect on all ``layers`` is a low-rank product, None if there is none."""
         adapted = [module.adapter for module in layers.values() if module.adapter is not None]
+        if not adapted:
+            return None
         for number in self.all:
-            if adapted and all(one.low_rank(number) is not None for one in adapted):
+            products = [one.low_rank(number) for one in adapted]
+            if all(product is not None for product in products):
                 return number
         return None
 
@@ -137,7 +157,8 @@ class Adapters:
         with self._wake:
             for number in args.get("free", ()):
                 self.loaded.pop(int(number), None)
-            self._orders.extend((int(number), str(folder)) for number, folder in args.get("load", ()))
+            for number, folder in args.get("load", ()):
+                self._orders.append((int(number), str(folder)))
             if self._orders and not self._threads:
                 self._start()
             self._wake.notify_all()
@@ -145,13 +166,14 @@ class Adapters:
             self._ended.clear()
         return ended
 
-    def _empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         """Return host memory [size] of any content, pinned for a GPU."""
         if self.device.type != "cuda":
             return torch.empty(size, dtype=dtype)
-        return torch.from_numpy(self._pinned.empty(size * dtype.itemsize)).view(dtype)
+        pinned = self._pinned.empty(size * dtype.itemsize)
+        return torch.from_numpy(pinned).view(dtype)
 
-    def _zeros(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def _zeros(self, size: int, dtype: torch.dtype) -> Tensor:
         """Return zeros [size] in host memory, pinned for a GPU."""
         return self._empty(size, dtype).zero_()
 
@@ -170,8 +192,7 @@ class Adapters:
     def _start(self) -> None:
         """Start the threads that load adapters."""
         for _ in range(THREADS):
-            self._threads.append(threading.Thread(target=self._load, name="minivllm-adapters", daemon=True))
-            self._threads[-1].start()
+            self._threads.append(_thread(self._load))
 
     def _load(self) -> None:
         """Read the queued folders of adapters one after another, on a thread, until ``close``.
@@ -188,7 +209,8 @@ class Adapters:
             try:
                 loaded = self._read(folder)
             except BaseException as e:
-                error = str(e) if isinstance(e, MinivllmError) else describe_error(as_exception(e))
+                expected = isinstance(e, MinivllmError)
+                error = str(e) if expected else describe_error(as_exception(e))
             with self._wake:
                 if error is None:
                     self.loaded[number] = loaded
@@ -197,7 +219,8 @@ class Adapters:
     def _read(self, folder: str) -> LoadedAdapter:
         """Read a folder by its method.  RequestError if it does not fit the model."""
         with self._reader.opened(folder) as source:
-            number = self.methods[method_of(folder, source.config, self.methods)]
+            method = method_of(folder, source.config, self.methods)
+            number = self.methods[method]
             memory = self.memories[number]
             weights = memory.read(source)
             points = tuple(memory.points(weights))
@@ -213,19 +236,24 @@ class Adapters:
             else:
                 self._store(place, self.loaded[number])
         if (join := delta.join) is not None:
-            places = join.adapter if len(join.adapter) else np.full(len(join.slot), -1, np.int32)
-            if (places >= 0).any() or (self.of_slot[join.slot] >= 0).any():
-                self._set(join.slot, places)
+            places = join.adapter
+            if not len(places):
+                places = np.full(len(join.slot), -1, np.int32)
+            self._set(join.slot, places)
         if len(delta.fork):
-            source, to = delta.fork[:, 0], delta.fork[:, 1]
-            if (self.of_slot[source] >= 0).any() or (self.of_slot[to] >= 0).any():
-                self._set(to, self.of_slot[source])
+            source, to, _ = delta.fork.T
+            self._set(to, self.of_slot[source])
 
     def _set(self, slots: np.ndarray, places: np.ndarray) -> None:
-        """Set the places i32 [n] of the adapters of ``slots`` [n]."""
+        """Set the places i32 [n] of the adapters of ``slots`` [n].  Nothing is copied if all of them are -1 and stay
+        so."""
+        before = self.of_slot[slots]
+        if (places < 0).all() and (before < 0).all():
+            return
         self.of_slot[slots] = places
-        both = torch.from_numpy(np.stack([slots, places]).astype(np.int64)).to(self.device, non_blocking=True)
-        self.column[both[0]] = both[1].int()
+        both = np.stack([slots, places]).astype(np.int64)
+        index, values = torch.from_numpy(both).to(self.device, non_blocking=True)
+        self.column[index] = values.int()
 
     def _store(self, place: int, adapter: LoadedAdapter) -> None:
         self.of_place[place] = adapter
@@ -238,7 +266,10 @@ class Adapters:
             event = torch.cuda.Event()
             event.record()
             self._copied.append((event, adapter))
-            while self._copied and self._copied[0][0].query():
+            while self._copied:
+                earliest, _ = self._copied[0]
+                if not earliest.query():
+                    break
                 self._copied.popleft()
 
     def of_step(self, plan: StepPlan) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -248,10 +279,14 @@ class Adapters:
             return (), ()
         if len(self.all) == 1 and not self.pointed:
             return self.all, ()
-        places = np.unique(places)
-        found = [adapter for place in places.tolist() if place >= 0 and (adapter := self.of_place[place]) is not None]
-        points = {point for adapter in found for point in adapter.points}
-        return tuple(sorted({adapter.method for adapter in found})), tuple(sorted(points))
+        methods: set[int] = set()
+        points: set[str] = set()
+        for place in np.unique(places).tolist():
+            adapter = self.of_place[place] if place >= 0 else None
+            if adapter is not None:
+                methods.add(adapter.method)
+                points.update(adapter.points)
+        return tuple(sorted(methods)), tuple(sorted(points))
 
     def taps(self, methods: tuple[int, ...], points: tuple[str, ...], then: StepTaps | None) -> StepTaps | None:
         """Return the taps of a step: adapters of ``methods`` change the values of ``points`` before the taps ``then``
@@ -259,10 +294,13 @@ class Adapters:
 
         Without ``points`` the result is ``then``.
         """
-        return AdaptedTaps([self.memories[n] for n in methods], points, then) if points else then
+        if not points:
+            return then
+        memories = [self.memories[n] for n in methods]
+        return AdaptedTaps(memories, points, then)
 
     @contextmanager
-    def step(self, meta: AttnMeta, methods: tuple[int, ...], kept: torch.Tensor | None) -> Iterator[None]:
+    def step(self, meta: AttnMeta, methods: tuple[int, ...], kept: Tensor | None) -> Iterator[None]:
         """Apply the adapters of ``methods`` in the layers of a step.
 
         ``kept`` i64 [N] are the tokens that the model keeps after its last attention, None for all."""
@@ -279,15 +317,17 @@ class Adapters:
             self.active.keep = None
             self._end(methods)
 
-    def _keep(self, methods: tuple[int, ...], tokens: torch.Tensor, kept: torch.Tensor) -> None:
+    def _keep(self, methods: tuple[int, ...], tokens: Tensor, kept: Tensor) -> None:
         """Begin the methods again for the tokens ``kept`` i64 [N], where ``tokens`` i32 [T] are the places of all."""
         self._end(methods)
         self._begin(methods, tokens[kept])
 
-    def _begin(self, methods: tuple[int, ...], tokens: torch.Tensor) -> None:
+    def _begin(self, methods: tuple[int, ...], tokens: Tensor) -> None:
         """Begin a step of the methods, where ``tokens`` i32 [T] are the places of the tokens' adapters."""
+        several = len(self.all) > 1
         for n in methods:
-            self.memories[n].begin(tokens if len(self.all) == 1 else self.tables[n][tokens])
+            places = self.tables[n][tokens] if several else tokens
+            self.memories[n].begin(places)
 
     def _end(self, methods: tuple[int, ...]) -> None:
         for n in methods:
@@ -300,10 +340,19 @@ class Adapters:
             self._wake.notify_all()
 
 
+def _thread(run: Callable[[], None]) -> threading.Thread:
+    """Start a thread that calls ``run``."""
+    thread = threading.Thread(target=run, name="minivllm-adapters", daemon=True)
+    thread.start()
+    return thread
+
+
 def applied(
-    adapters: Adapters | None, meta: AttnMeta, methods: tuple[int, ...], kept: torch.Tensor | None = None
+    adapters: Adapters | None, meta: AttnMeta, methods: tuple[int, ...], kept: Tensor | None = None
 ) -> AbstractContextManager[None]:
     """Return the context of a step's layers, in which the adapters of ``methods`` apply; () applies none.
 
     ``kept`` i64 [N] are the tokens that the model keeps after its last attention, None for all."""
-    return adapters.step(meta, methods, kept) if adapters is not None and methods else nullcontext()
+    if adapters is None or not methods:
+        return nullcontext()
+    return adapters.step(meta, methods, kept)

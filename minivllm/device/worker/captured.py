@@ -8,8 +8,9 @@ commit  tokens ──► columns and result                                     
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnMeta
 from minivllm.core.interfaces.model import StepTensors
-from minivllm.core.interfaces.sampling import Draw, Rows
+from minivllm.core.interfaces.params import SamplingParams
+from minivllm.core.interfaces.sampling import Draw, Rows, Sampler
 from minivllm.device.kernels.mask import apply as apply_masks
 from minivllm.device.kernels.peaks import best_of_tiles
 from minivllm.device.kernels.step import begin, gather
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import GraphKey
     from minivllm.device.kernels.mask import DeviceMasks
 
+    from .query_store import StepQueries
     from .runner import Runner
     from .state import DeviceState
 
@@ -51,6 +54,28 @@ class Drawn(NamedTuple):
     operations: SampleOperations
 
 
+def sampler_variants(sampler: Sampler) -> list[int]:
+    """Return the variant bits of the sampler for greedy requests and for requests with a temperature, ascending."""
+    prompt = np.zeros(1, np.int32)
+    variants = set()
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature)
+        row = sampler.bind_prompt(params, prompt)
+        if row is not None:
+            variants.add(row.variant)
+    return sorted(variants)
+
+
+def plain_draws(rows: Sequence[int], processors: int, variants: Sequence[int]) -> list[Drawn]:
+    """Return the shapes of draws without processors for numbers of rows, the largest first.
+
+    ``processors`` is the number of processors with the sampler, and ``variants`` are the sampler's variant bits."""
+    unused = (-1,) * (processors - 1)
+    operations = [SampleOperations((*unused, variant), False, -1, False) for variant in variants]
+    descending = sorted(set(rows), reverse=True)
+    return [Drawn(n, each) for n in descending for each in operations]
+
+
 @dataclass
 class Buffers:
     """The fixed tensors that all captures of B rows read and write."""
@@ -59,6 +84,19 @@ class Buffers:
     hidden: Tensor  # [B, H] hidden states that a replay of the layers writes
     out: Tensor  # i32 [3, B] tokens, counts and flags that a replay of the draw writes
     host_slots: np.ndarray  # [B] copy of ``slots`` on the host
+
+
+@dataclass
+class Captured:
+    """A captured graph, the tensors that a replay reads, and the tensors of its result."""
+
+    graph: Any
+    result: Any = None
+    # i64 row table of a mixed step (see ``step.pack_rows``)
+    rows: Tensor | None = None
+    # tensors that the graph uses without having allocated them; it stores only their addresses, so they must stay alive
+    keep: Any = None
+    queries: StepQueries | None = None  # queries of a replay of a decode step, if a compressor reads them
 
 
 def bounds(key: GraphKey, groups: int) -> step.HostLengths:
@@ -86,15 +124,18 @@ def column_tensors(state: DeviceState, slots: Tensor, host: step.HostLengths) ->
     rotary = position if state.rope_first is None else make(size)
     cu_q = torch.arange(size + 1, dtype=torch.int32, device=device)
     row = torch.arange(size, device=device)
+    q_len = make(size, dtype=torch.int32, fill=1)
+    kv_len = make(groups, size, dtype=torch.int32)
+    slot_map = make(groups, size)
     meta = AttnMeta(
         slots=slots,
         cu_q=cu_q,
-        q_len=make(size, dtype=torch.int32, fill=1),
-        kv_len=make(groups, size, dtype=torch.int32),
+        q_len=q_len,
+        kv_len=kv_len,
         position=rotary,
         row=row,
         table=state.table,
-        slot_map=make(groups, size),
+        slot_map=slot_map,
         block=state.block,
         decode_rows=host.decode_rows,
         host_q_len=host.q_len,
@@ -111,7 +152,8 @@ def read_columns(state: DeviceState, static: StepTensors) -> StepTensors:
     begin(meta.slots, state, static.ids, static.position, meta.kv_len, meta.slot_map)
     if state.rope_first is not None:
         torch.add(static.position, state.rope_first[meta.slots], out=meta.position)
-    return StepTensors(static.ids, static.position, meta, states=step.states_of(state, meta))
+    states = step.states_of(state, meta)
+    return StepTensors(static.ids, static.position, meta, states=states)
 
 
 class CapturedCalls(SampleCalls):
@@ -170,7 +212,9 @@ class CapturedCalls(SampleCalls):
         state = self.state
         b = self.b
         if peaks is None:
-            peaks = drawn.peaks if drawn.peaks is not None else best_of_tiles(logits)
+            peaks = drawn.peaks
+        if peaks is None:
+            peaks = best_of_tiles(logits)
         commit_columns(b.slots, drawn.tokens, peaks, state, b.out, logits.shape[1])
         self.commit(drawn.tokens[:, None], b.out[1], rows)
         return drawn.tokens

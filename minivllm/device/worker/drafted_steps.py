@@ -30,8 +30,8 @@ from minivllm.device.layers.captured_sizes import row_sizes
 from minivllm.errors import describe_error
 
 from . import step
-from .captured import Buffers, CapturedCalls, SampleOperations, bounds, column_tensors
-from .graphs import CAPTURES, SHORT, Captured
+from .captured import Buffers, Captured, CapturedCalls, SampleOperations, bounds, column_tensors
+from .graphs import CAPTURES, SHORT
 from .state import staged
 
 if TYPE_CHECKING:

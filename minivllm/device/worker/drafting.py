@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext, DraftModel
 from minivllm.core.interfaces.plan import StepError, StepPlan, group_rows
@@ -103,7 +104,7 @@ class Drafting:
                 running.came = plan
                 (running.plan, running.back) = without(plan, keep)
 
-    def propose(self, running: Running, ask: Ask) -> torch.Tensor | None:
+    def propose(self, running: Running, ask: Ask) -> Tensor | None:
         """Write drafts for the sequences of ``ask`` to the columns of tokens.  ``ask.rows`` is not set yet.
 
         Return the number of usable drafts of each sequence, i32 [N] on the device, or None if the drafter fails."""
@@ -140,7 +141,7 @@ class Drafting:
         state.tokens[slots[:, None], at.clamp_(max=last)] = tokens.int()
         return usable.int()
 
-    def _ask(self, running: Running, packed: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _ask(self, running: Running, packed: Tensor, ask: Ask) -> tuple[Tensor, Tensor] | None:
         """Return the drafts i64 [N, k] of the drafter, and the number of usable drafts of each row i64 [N]; None if it
         fails."""
         slots, position = packed
@@ -157,7 +158,7 @@ class Drafting:
             return None
 
 
-def check_drafts(tokens: torch.Tensor, count: torch.Tensor, n: int, k: int) -> None:
+def check_drafts(tokens: Tensor, count: Tensor, n: int, k: int) -> None:
     """Raise ValueError unless ``tokens`` and ``count`` have the shapes and dtypes of k drafts for n rows."""
     shape = tuple(tokens.shape)
     counts = tuple(count.shape)
@@ -168,7 +169,7 @@ def check_drafts(tokens: torch.Tensor, count: torch.Tensor, n: int, k: int) -> N
             raise ValueError(f"{name} are {found.dtype}; expected int64 or int32")
 
 
-def _usable(tokens: torch.Tensor, count: torch.Tensor, n: int, k: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _usable(tokens: Tensor, count: Tensor, n: int, k: int, vocab: int) -> tuple[Tensor, Tensor]:
     """Check the output of a drafter; return the drafts [n, k] and the number of usable drafts of each of n rows.
 
     The usable drafts of a row end before the first that is not a token of the vocabulary.  Raise ValueError for wrong

@@ -3,6 +3,8 @@ model that requests read or change)."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minivllm.core.interfaces.attention import GraphKey
@@ -36,11 +38,20 @@ class TappedKey(GraphKey):
 
 def holds(capture: GraphKey, key: GraphKey) -> bool:
     """Return whether a capture of shape ``capture`` can run a step of shape ``key``, possibly with padding."""
-    if type(capture) is not type(key) or capture.kind != key.kind or capture.shared != key.shared:
+    if type(capture) is not type(key):
+        return False
+    if capture.kind != key.kind or capture.shared != key.shared:
         return False
     return capture.rows >= key.rows and capture.tokens >= key.tokens and capture.span >= key.span
 
 
 def adapted(key: GraphKey) -> bool:
     """Return whether a captured shape contains the operations of adapters."""
-    return key.adapted if isinstance(key, TappedKey) else isinstance(key, AdaptedKey)
+    if isinstance(key, TappedKey):
+        return key.adapted
+    return isinstance(key, AdaptedKey)
+
+
+def padded_rows(sizes: Sequence[int], rows: int) -> int:
+    """Return the smallest of the captured numbers of rows, ``sizes`` in ascending order, that is at least ``rows``."""
+    return sizes[bisect_left(sizes, rows)]

@@ -23,17 +23,17 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minivllm.core import progress
 from minivllm.core.external_calls import as_exception
 from minivllm.core.interfaces.attention import GraphKey
-from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import StepPlan
-from minivllm.core.interfaces.sampling import Draw
 from minivllm.device.kernels.mask import DeviceMasks
 from minivllm.device.layers.captured_sizes import (
     FIRST_TOKENS,
@@ -50,19 +50,17 @@ from minivllm.device.layers.pooling import reads_last_tokens
 from minivllm.errors import describe_error
 
 from . import step
-from .adapters import applied
-from .calls import SeparateCalls
 from .capture import GraphRecorder, replay_ms
-from .captured import Buffers, CapturedCalls, Drawn, SampleOperations, bounds, column_tensors, read_columns
-from .graph_keys import AdaptedKey, ImagedKey, TappedKey, adapted, holds
+from .captured import Buffers, Captured, CapturedCalls, Drawn, SampleOperations, plain_draws, sampler_variants
+from .graph_keys import AdaptedKey, ImagedKey, TappedKey, holds, padded_rows
 from .later import LaterCaptures
 from .query_store import StepQueries
-from .running import Running
+from .recorded_layers import LayersRun, decode_run, mixed_run
 from .state import staged
 from .step_costs import NARROW, StepCosts, pair_flops, pairs_of
+from .trial_launches import draw_once, launch_once
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.model import StepTensors
     from minivllm.core.interfaces.plan import LateInputs
 
     from .runner import Runner
@@ -83,19 +81,6 @@ DECODE_SIGHTS = 16
 MOST_KINDS = 4096  # largest number of shapes in ``Graphs.paid``; taps of several points have many combinations
 TAPPED_CAPTURES = 48  # largest number of captured shapes with tap points that rows read or change
 OBSERVED_ROWS = 64  # captures of decode steps of at most this many rows keep their queries for a KV compressor
-
-
-@dataclass
-class Captured:
-    """A captured graph, the tensors that a replay reads, and the tensors of its result."""
-
-    graph: Any
-    result: Any = None
-    # i64 row table of a mixed step (see ``step.pack_rows``)
-    rows: torch.Tensor | None = None
-    # tensors that the graph uses without having allocated them; it stores only their addresses, so they must stay alive
-    keep: Any = None
-    queries: StepQueries | None = None  # queries of a replay of a decode step, if a compressor reads them
 
 
 class MeasuredCaptures(NamedTuple):
@@ -135,24 +120,29 @@ class Graphs:
     times: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        wanted = self.known is not None or self.runner.wiring.steps.graph_captures == "gradual"
+        runner = self.runner
+        wiring = runner.wiring
+        wanted = self.known is not None or wiring.steps.graph_captures == "gradual"
         gradual = self.gradual and wanted
-        self.later = LaterCaptures(self, self.runner.worker.rehearsals, gradual)
-        self.spare = self.runner.wiring.max_num_seqs
+        self.later = LaterCaptures(self, runner.worker.rehearsals, gradual)
+        self.spare = wiring.max_num_seqs
         self.sizes = row_sizes(self.spare)
         self.coarse = coarse_sizes(self.spare)
-        self.shared_sizes = [] if self.runner.shared is None else shared_sizes(self.spare)
+        self.shared_sizes: list[int] = []
+        if runner.shared is not None:
+            self.shared_sizes = shared_sizes(self.spare)
         self.recorder = GraphRecorder()
-        self.imaged = self.runner.image_steps()
+        self.imaged = runner.image_steps()
         # first estimate: two operations for each weight (of two bytes) and token, with the weights of all experts
-        self.costs = StepCosts.guessed(self.runner.worker.weight_bytes)  # ``_measure`` replaces it
+        self.costs = StepCosts.guessed(runner.worker.weight_bytes)  # ``_measure`` replaces it
         if self.known is not None:
             self.costs = self.known.costs
             self.sizes = list(self.known.sizes)
 
     def measured(self) -> MeasuredCaptures:
         """Return the costs and sizes of the captures that were measured so far."""
-        return MeasuredCaptures(self.costs, tuple(self.sizes))
+        sizes = tuple(self.sizes)
+        return MeasuredCaptures(self.costs, sizes)
 
     # ---- which capture -------------------------------------------------------------------------------------------
 
@@ -161,7 +151,9 @@ class Graphs:
         captured."""
         rows = len(plan.slots)
         tokens = int(plan.q_len.sum())
-        if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
+        if not rows or rows > self.sizes[-1]:
+            return None
+        if len(plan.host) or len(plan.prompt):
             return None
         if len(plan.sums):
             return None  # attention sums use numbers of tokens from the host, which a replay would not update
@@ -169,33 +161,40 @@ class Graphs:
             return None  # a capture returns the hidden state of only one token per row
         if len(plan.draft) and self.runner.state.recurrent is not None:
             return None  # recurrent layers need a row and its drafts as one row of several tokens
-        longest = int((plan.computed + plan.q_len).max())
-        (steered, read) = self.runner.taps.of_step(plan)
+        ends = plan.computed + plan.q_len
+        longest = int(ends.max())
+        steered, read = self.runner.taps.of_step(plan)
         given = len(plan.given) > 0
         methods, changed = self.runner.adapts(plan)
         adapts = bool(methods)
         observed = len(plan.observe) > 0
         kind = AdaptedKey if adapts else GraphKey
-        if (images := self.runner.images) is not None and images.reached(plan):
-            if self.imaged is None or steered or read or given or adapts or not self.imaged.takes(plan):
+        images = self.runner.images
+        if images is not None and images.reached(plan):
+            if steered or read or given or adapts:
+                return None
+            if self.imaged is None or not self.imaged.takes(plan):
                 return None
             kind = ImagedKey
         # a decode step takes the newest token of each slot, so rows of drafts cannot run in one
-        if tokens == rows and len(plan.samples) == rows and not len(plan.draft) and kind is not ImagedKey:
-            plain = not (steered or read or given or adapts or observed)
+        newest = tokens == rows and len(plan.samples) == rows and not len(plan.draft)
+        if newest and kind is not ImagedKey:
             span = self._span(longest)
-            if plain and (shared := self._shared(plan, span)) is not None:
-                return shared
-            size = self.sizes[int(np.searchsorted(self.sizes, rows))]
+            if not (steered or read or given or adapts or observed):
+                shared = self._shared(plan, span)
+                if shared is not None:
+                    return shared
+            size = padded_rows(self.sizes, rows)
             if observed and size > OBSERVED_ROWS:
                 return None  # only captures of few rows keep queries
             key = kind("decode", size, size, span)
         elif observed or not self.mixed or tokens > MOST_TOKENS or read or given:
             return None  # a capture has memory for the queries, tap values and set experts of one token per row only
         else:
-            size = self.coarse[int(np.searchsorted(self.coarse, rows))]
+            size = padded_rows(self.coarse, rows)
             padded = max(token_size(tokens), size)
-            key = kind("mixed", size, padded, self._span(longest, padded))
+            span = self._span(longest, padded)
+            key = kind("mixed", size, padded, span)
         if steered or read or given or changed:
             shape = key.kind, key.rows, key.tokens, key.span
             key = TappedKey(*shape, steered=steered, read=read, adapted=adapts, given=given, changed=changed)
@@ -207,7 +206,11 @@ class Graphs:
         ``longest`` is the longest context of the step.  ``tokens`` is the size of a mixed step, 0 for a decode step.  A
         long mixed step hardly gains from a separate capture of short contexts, so it has none."""
         whole = self.runner.wiring.max_model_len
-        return SHORT if longest <= SHORT and (tokens < WHOLE_TOKENS or whole <= SHORT) else whole
+        if longest > SHORT:
+            return whole
+        if tokens >= WHOLE_TOKENS and whole > SHORT:
+            return whole
+        return SHORT
 
     def key(self, plan: StepPlan) -> GraphKey | None:
         """Return the shape of the capture in which a step runs, or None if it must run as separate launches.
@@ -228,34 +231,45 @@ class Graphs:
             return key if own <= saved else None
         larger = self._larger(key)
         lost = saved - own
-        if larger is not None and self.costs.padding_ms(tokens, larger.tokens) > saved:
-            larger = None
         if larger is not None:
-            lost = self.costs.padding_ms(key.tokens + key.rows, larger.tokens + larger.rows)
-        due = self._is_due(key, lost) and (larger is None or self.later.compiled(key))
-        return (self._unless_refused(key) if due else None) or larger
+            if self.costs.padding_ms(tokens, larger.tokens) > saved:
+                larger = None
+            else:
+                needed = key.tokens + key.rows
+                lost = self.costs.padding_ms(needed, larger.tokens + larger.rows)
+        if not self._is_due(key, lost):
+            return larger
+        if larger is None or self.later.compiled(key):
+            return self._unless_refused(key) or larger
+        return larger
 
     def _decode_key(self, key: GraphKey) -> GraphKey | None:
         """Return the shape of the capture that runs a decode step of shape ``key``, None if this capture failed.  With
         gradual captures or a long context a larger one runs it until its shape has occurred DECODE_SIGHTS times."""
-        if key in self.forwards or (not self.later.gradual and key.span <= SHORT):
+        if key in self.forwards:
+            return self._unless_refused(key)
+        if not self.later.gradual and key.span <= SHORT:
             return self._unless_refused(key)
         larger = self._larger(key)
         if larger is None:
             return self._unless_refused(key)
-        due = self._has_paid(key, 1.0 / DECODE_SIGHTS) and self.later.compiled(key)
-        return (self._unless_refused(key) if due else None) or larger
+        if not self._has_paid(key, 1.0 / DECODE_SIGHTS):
+            return larger
+        if not self.later.compiled(key):
+            return larger
+        return self._unless_refused(key) or larger
 
     def _shared(self, plan: StepPlan, span: int) -> GraphKey | None:
         """Return the shape of a decode step whose rows read a common prefix once; None if each row reads its own
         blocks."""
         if not self.runner.shared_rows(plan):
             return None
-        at = int(np.searchsorted(self.shared_sizes, len(plan.slots)))
-        if at == len(self.shared_sizes):
+        rows = len(plan.slots)
+        if not self.shared_sizes or rows > self.shared_sizes[-1]:
             return None
-        size = self.shared_sizes[at]
-        return self._unless_refused(GraphKey("decode", size, size, span, shared=True))
+        size = padded_rows(self.shared_sizes, rows)
+        key = GraphKey("decode", size, size, span, shared=True)
+        return self._unless_refused(key)
 
     def _larger(self, key: GraphKey) -> GraphKey | None:
         """Return the shape of the smallest existing capture that can run a step of shape ``key``, possibly with
@@ -266,7 +280,8 @@ class Graphs:
             return None
         if key not in self.serving:
             found = [one for one in self.forwards if holds(one, key)]
-            self.serving[key] = min(found, key=lambda one: (one.tokens, one.rows, one.span), default=None)
+            size = attrgetter("tokens", "rows", "span")
+            self.serving[key] = min(found, key=size, default=None)
         return self.serving[key]
 
     def _is_due(self, key: GraphKey, lost: float) -> bool:
@@ -283,20 +298,27 @@ class Graphs:
         now."""
         if len(self.paid) >= MOST_KINDS:
             self.paid.clear()
-        self.paid[key] = self.paid.get(key, 0.0) + share
-        if self.paid[key] < 1 or len(self.forwards) >= CAPTURES:
+        paid = self.paid.get(key, 0.0) + share
+        self.paid[key] = paid
+        if paid < 1 or len(self.forwards) >= CAPTURES:
             return False
+        if not isinstance(key, TappedKey):
+            return True
         tapped = sum(isinstance(one, TappedKey) for one in self.forwards)
-        return tapped < TAPPED_CAPTURES or not isinstance(key, TappedKey)
+        return tapped < TAPPED_CAPTURES
 
     def _unless_refused(self, key: GraphKey) -> GraphKey | None:
         return None if key in self.refused else key
 
     def sample_operations(self, plan: StepPlan) -> SampleOperations | None:
         """Return the operations that the SAMPLE part of a step needs, or None if they cannot be captured."""
-        if not len(plan.samples) or len(plan.held) or len(plan.draft) or len(plan.guided):
+        if len(plan.held) or len(plan.draft) or len(plan.guided):
             return None
-        return self.slot_operations(plan.slots[plan.samples], plan.topk, len(plan.late) > 0)
+        if not len(plan.samples):
+            return None
+        slots = plan.slots[plan.samples]
+        late = len(plan.late) > 0
+        return self.slot_operations(slots, plan.topk, late)
 
     def slot_operations(self, slots: np.ndarray, topk: int, late: bool) -> SampleOperations | None:
         """Return the operations with which a token is drawn for each of ``slots`` i32 [N]; None if they cannot be
@@ -305,29 +327,33 @@ class Graphs:
         ``topk`` is ``StepPlan.topk``.  ``late`` means that at least one row has a token mask (``StepPlan.late``).
         """
         state = self.runner.state
+        sampler = len(state.processors) - 1
         variants = []
         for i, processor in enumerate(state.processors):
             on = processor.active[slots]
-            active = bool(on.any()) or i == len(state.processors) - 1
-            if active and not self.runner.graph_safe[i]:
+            if i != sampler and not on.any():
+                variants.append(-1)
+                continue
+            if not self.runner.graph_safe[i]:
                 return None
             bits = np.bitwise_or.reduce(processor.variant[slots])
-            variants.append(int(bits) if active else -1)
+            variants.append(int(bits))
         wants_min = bool(state.wants_min[slots].any())
         return SampleOperations(tuple(variants), wants_min, topk, late)
 
     # ---- run -----------------------------------------------------------------------------------------------------
 
-    def forward(self, key: GraphKey, plan: StepPlan) -> torch.Tensor | None:
+    def forward(self, key: GraphKey, plan: StepPlan) -> Tensor | None:
         """Replay the layers of a step, and return the hidden states [R, H] of its rows.  A missing capture of shape
         ``key`` is made first.  Return None if it cannot be made."""
         if key not in self.forwards and not self._try_forward(key):
             return None
         captured = self.forwards[key]
         if key.kind == "mixed":
-            table = step.pack_rows(plan, key.rows, key.tokens, self.spare)
+            packed = step.pack_rows(plan, key.rows, key.tokens, self.spare)
+            table = staged(packed, self.runner.device)
             # ``rows`` is set, because the capture of a mixed step has a row table
-            captured.rows.copy_(staged(table, self.runner.device), non_blocking=True)  # type: ignore[union-attr]
+            captured.rows.copy_(table, non_blocking=True)  # type: ignore[union-attr]
             slots = np.full(len(plan.slots), self.spare)
             slots[plan.samples] = plan.slots[plan.samples]
             b = self._take(key.rows, slots)
@@ -348,13 +374,14 @@ class Graphs:
         operations: SampleOperations,
         plan: StepPlan,
         late: LateInputs | None,
-    ) -> tuple[torch.Tensor, Any] | None:
+    ) -> tuple[Tensor, Any] | None:
         """Replay the SAMPLE part of a step.
 
         Return (i32 [3, B] with tokens, counts and flags of the rows; their log-probabilities, or None if ``operations``
         has none).  Return None if the capture fails.  ``late`` has the token masks, None if no row has one."""
         if late is not None:
-            self.late_masks().put(plan.samples[plan.late], late.mask)
+            rows = plan.samples[plan.late]
+            self.late_masks().put(rows, late.mask)
         captured = self._sample_of(key.rows, operations)
         if captured is None:
             return None
@@ -376,7 +403,8 @@ class Graphs:
 
     def late_masks(self) -> DeviceMasks:
         if self.masks is None:
-            self.masks = DeviceMasks(self.sizes[-1], self.runner.worker.vocab_size, self.runner.device)
+            r = self.runner
+            self.masks = DeviceMasks(self.sizes[-1], r.worker.vocab_size, r.device)
         return self.masks
 
     def warm(self) -> None:
@@ -384,36 +412,44 @@ class Graphs:
 
         Without ``gradual`` all sizes are captured now.  The largest sizes come first, so that smaller captures reuse
         their memory."""
-        sampler = self.runner.sampler
-        prompt = np.zeros(1, np.int32)
-        bound = [sampler.bind_prompt(SamplingParams(temperature=t), prompt) for t in (0.0, 1.0)]
-        variants = sorted({row.variant for row in bound if row is not None})
-        others = (-1,) * (len(self.runner.processors) - 1)
-        kinds = (GraphKey,) if self.runner.adapters is None else (GraphKey, AdaptedKey)
-        decodes = [kind("decode", n, n, SHORT) for n in reversed(self.sizes) for kind in kinds]
-        if (pages := self.runner.shared) is not None:
-            sizes = [n for n in reversed(self.shared_sizes) if pages.can_save(n, SHORT)]
-            decodes += [GraphKey("decode", n, n, SHORT, shared=True) for n in sizes]
-        rows = sorted({*self.sizes, *self.coarse}, reverse=True)
-        draws = [Drawn(n, SampleOperations((*others, variant), False, -1, False)) for n in rows for variant in variants]
-        now, later = self.later.divide(decodes, draws)
+        r = self.runner
+        variants = sampler_variants(r.sampler)
+        draws = plain_draws([*self.sizes, *self.coarse], len(r.processors), variants)
+        now, later = self.later.divide(self._first_decodes(), draws)
         whole = self._span(SHORT + 1)
-        long = [GraphKey("decode", n, n, whole) for n in long_decode(self.sizes)] if whole > SHORT else []
-        (later if self.later.gradual else now).extend(long)
+        if whole > SHORT:
+            long = [GraphKey("decode", n, n, whole) for n in long_decode(self.sizes)]
+            queue = later if self.later.gradual else now
+            queue.extend(long)
         self._compile(now)
-        with self.runner.worker.times.of("captures"):
+        with r.worker.times.of("captures"):
             for shape in progress.counted(progress.CAPTURES, now):
                 self.capture_shape(shape)
             if self.mixed:
                 later += self._warm_mixed()
-            if self.runner.graph_safe[-1] and self.known is None:
+            if r.graph_safe[-1] and self.known is None:
                 for variant in variants:
                     self._draw_once(variant)
         self.later.begin(later)
 
+    def _first_decodes(self) -> list[GraphKey]:
+        """Return the shapes of decode steps with short contexts, the largest first."""
+        kinds = [GraphKey]
+        if self.runner.adapters is not None:
+            kinds.append(AdaptedKey)
+        decodes = []
+        for n in reversed(self.sizes):
+            decodes += [kind("decode", n, n, SHORT) for kind in kinds]
+        pages = self.runner.shared
+        if pages is not None:
+            sizes = [n for n in reversed(self.shared_sizes) if pages.can_save(n, SHORT)]
+            decodes += [GraphKey("decode", n, n, SHORT, shared=True) for n in sizes]
+        return decodes
+
     def _compile(self, shapes: Sequence[GraphKey | Drawn]) -> None:
         """Compile the kernels of captures before they are made, if ``compile_ahead`` is on."""
-        self.runner.worker.rehearsals.compile(*(partial(self.rehearse, shape) for shape in shapes))
+        runs = [partial(self.rehearse, shape) for shape in shapes]
+        self.runner.worker.rehearsals.compile(*runs)
 
     def capture_shape(self, shape: GraphKey | Drawn) -> None:
         """Make a capture ahead of the steps that need it.  Only an error in a decode step at the start is raised."""
@@ -435,15 +471,20 @@ class Graphs:
 
         The slots of all rows must be the spare slot."""
         whole = key == GraphKey("decode", key.rows, key.rows, SHORT)
-        if not whole or key.rows < self.measured_from or self.known is not None:
+        if self.known is not None:
             return
-        self.times[key.rows] = replay_ms(self.forwards[key].graph)
-        for size in set(self.times) - set(useful_sizes(self.times)):
+        if not whole or key.rows < self.measured_from:
+            return
+        graph = self.forwards[key].graph
+        self.times[key.rows] = replay_ms(graph)
+        useful = useful_sizes(self.times)
+        for size in set(self.times).difference(useful):
             del self.times[size]
             self.sizes.remove(size)
             self.serving.clear()
             for kind in (GraphKey, AdaptedKey):
-                self.forwards.pop(kind("decode", size, size, SHORT), None)
+                removed = kind("decode", size, size, SHORT)
+                self.forwards.pop(removed, None)
 
     def _warm_mixed(self) -> list[GraphKey]:
         """Capture some mixed steps, so that neither kernels nor long steps are captured during the first burst.
@@ -451,18 +492,21 @@ class Graphs:
         The smallest step is first; if its capture fails, no other is tried.  Then the costs are measured, and sizes are
         left out in which the device computes longer than the launches take.  Return the shapes that are captured later.
         """
-        budget = self.runner.wiring.max_num_batched_tokens
+        wiring = self.runner.wiring
+        budget = wiring.max_num_batched_tokens
         rows, tokens = first_mixed(self.coarse, 1)[-1]
-        least = GraphKey("mixed", rows, tokens, self._span(1, tokens))
-        most = max(token_size(min(budget, FIRST_TOKENS[-1])), rows)
-        measured = GraphKey("mixed", rows, most, self._span(1, most))
+        least = self._short_mixed(rows, tokens)
+        longest = token_size(min(budget, FIRST_TOKENS[-1]))
+        measured = self._short_mixed(rows, max(longest, rows))
         self._compile([least, measured])
         if not self._try_forward(least):
             return []
         if self.known is None and (measured == least or self._try_forward(measured)):
             self.costs = self._measure(measured)
-        sizes = first_mixed(self.coarse, min(budget, max(self.costs.most_tokens(), tokens)))
-        now, later = self.later.divide_mixed(GraphKey("mixed", r, t, self._span(1, t)) for r, t in sizes)
+        most = max(self.costs.most_tokens(), tokens)
+        sizes = first_mixed(self.coarse, min(budget, most))
+        shapes = [self._short_mixed(r, t) for r, t in sizes]
+        now, later = self.later.divide_mixed(shapes)
         if self.runner.adapters is not None:
             now.append(AdaptedKey("mixed", rows, tokens, SHORT))
         if self.imaged is not None:
@@ -471,10 +515,16 @@ class Graphs:
         for key in progress.counted(f"{progress.CAPTURES} of mixed steps", now):
             if key not in self.forwards:
                 self._try_forward(key)
-        tokens = 1 + max(key.tokens for key in (*self.forwards, *later))
-        if tokens <= min(budget, self.runner.wiring.max_model_len) and self.known is None:
+        captured = [key.tokens for key in (*self.forwards, *later)]
+        tokens = 1 + max(captured)
+        if self.known is None and tokens <= min(budget, wiring.max_model_len):
             self._launch_once(tokens)
         return later
+
+    def _short_mixed(self, rows: int, tokens: int) -> GraphKey:
+        """Return the shape of a mixed step with short contexts."""
+        span = self._span(1, tokens)
+        return GraphKey("mixed", rows, tokens, span)
 
     def step_tokens(self) -> int:
         """Return the number of tokens to which the scheduler should limit steps, 0 for no limit.
@@ -483,73 +533,44 @@ class Graphs:
         compute.  Two captured steps are then faster than one step of the same tokens as separate launches."""
         budget = self.runner.wiring.max_num_batched_tokens
         longest = max(self._mixed_tokens(), default=0)
-        return longest if FIRST_TOKENS[-1] <= longest < budget < self.costs.most_tokens() else 0
+        if FIRST_TOKENS[-1] <= longest < budget < self.costs.most_tokens():
+            return longest
+        return 0
 
     def step_sizes(self) -> tuple[int, ...]:
         """Return the numbers of tokens for which long mixed steps are captured, ascending."""
-        return tuple(sorted(n for n in self._mixed_tokens() if n >= FIRST_TOKENS[-1]))
+        long = [n for n in self._mixed_tokens() if n >= FIRST_TOKENS[-1]]
+        return tuple(sorted(long))
 
     def _mixed_tokens(self) -> set[int]:
         """Return the sizes in tokens of the mixed steps whose captures exist or are queued."""
         shapes = {*self.forwards, *self.later.queue}
-        return {key.tokens for key in shapes if type(key) is GraphKey and key.kind == "mixed"}
+        plain = [key for key in shapes if type(key) is GraphKey]
+        return {key.tokens for key in plain if key.kind == "mixed"}
 
     def _launch_once(self, tokens: int) -> None:
-        """Run a step of one prompt of ``tokens`` tokens as separate launches, up to the drawn token.
-
-        This compiles and loads the kernels of such steps before the first request.  The prompt is in the spare slot,
-        which counts as ended.  So no token is accepted, and keys and values are written to the null block.
-        """
-        r = self.runner
-        if r.state.recurrent is not None:
-            return  # the trial step would change recurrent states
-        slots, q_len, first = np.array([[self.spare], [tokens], [0]], np.int32)
-        plan = StepPlan(0, slots, q_len, computed=first, samples=first)
-        read = r.read(plan)
-        try:
-            last = r.state.to(q_len - 1).long()
-            hidden = step.forward(r.model, r.backend, read, GraphKey(), last, r.selects_tokens(read))
-            if self.draws_apart:
-                self._draw_apart(plan, hidden)
-        except BaseException as e:  # a plug-in raised; requests that use it will report the error
-            self._note(f"a long step was not tried before the first request: {describe_error(as_exception(e))}")
-
-    def _draw_apart(self, plan: StepPlan, hidden: torch.Tensor) -> None:
-        """Draw the tokens of a step of the spare slot from ``hidden`` [1, H] by separate launches.
-
-        An exception of a plug-in is noted."""
-        r = self.runner
-        running = Running(plan)
-        calls = SeparateCalls(r.chain, r.wiring, r.own_models, running, None, {})
-        step.sample(calls, r.state, r.model, hidden)
-        for error in running.errors:
-            self._note(f"{error.plugin} failed in a step before the first request: {error.message}")
-        r.seams.take()  # discard the measured times of this step, which include the compilation of kernels
+        """Run a prompt of ``tokens`` tokens as separate launches, and note the exceptions of plug-ins."""
+        for note in launch_once(self.runner, tokens, self.draws_apart):
+            self._note(note)
 
     def _measure(self, key: GraphKey) -> StepCosts:
         """Measure the costs of mixed steps by a replay of the last capture, which has the shape ``key``.
 
         The replay computes all matrix products but no attention, because its row table has no rows."""
         worker = self.runner.worker
-        token_ms = replay_ms(self.forwards[key].graph) / key.tokens
+        graph = self.forwards[key].graph
+        token_ms = replay_ms(graph) / key.tokens
         # time of a (query, key) pair in attention, relative to the time of a token in all products
         each_pair = pair_flops(worker.parts.layers) / max(worker.weight_bytes, 1)
-        narrow = any(x.element_size() == 1 for cache in worker.caches for layer in cache for x in layer.values())
-        return StepCosts(self.recorder.launch_ms, token_ms, token_ms * each_pair, NARROW if narrow else 1.0)
+        layers = [layer for cache in worker.caches for layer in cache]
+        narrow = any(x.element_size() == 1 for layer in layers for x in layer.values())
+        factor = NARROW if narrow else 1.0
+        return StepCosts(self.recorder.launch_ms, token_ms, token_ms * each_pair, factor)
 
     def _draw_once(self, variant: int) -> None:
-        """Draw once for the spare slot from float32 logits, so that the sampler's kernels are compiled.
-
-        Steps of separate launches always use float32 logits."""
-        r = self.runner
-        slots = torch.full((1,), self.spare, dtype=torch.int64, device=r.device)
-        rows = step.rows_of(r.state, slots, torch.zeros_like(slots), 1)
-        rows.variant = variant
-        logits = torch.zeros(1, r.worker.vocab_size, device=r.device)
-        try:
-            r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
-        except BaseException as e:  # the sampler raised; requests that use it will report the error
-            self._note(f"the sampler was not tried before the first request: {describe_error(as_exception(e))}")
+        """Draw a token as a separate launch, and note an exception of the sampler."""
+        for note in draw_once(self.runner, variant):
+            self._note(note)
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
         """Return the buffers of captures of ``size`` rows, after ``slots`` [n] were copied to their first n rows.
@@ -561,7 +582,8 @@ class Graphs:
         if not np.array_equal(used, slots) or (padding != self.spare).any():
             used[:] = slots
             padding[:] = self.spare
-            b.slots.copy_(torch.from_numpy(b.host_slots.copy()), non_blocking=True)
+            copied = torch.from_numpy(b.host_slots.copy())
+            b.slots.copy_(copied, non_blocking=True)
         return b
 
     # ---- capture -------------------------------------------------------------------------------------------------
@@ -569,11 +591,13 @@ class Graphs:
     def _buffers(self, size: int) -> Buffers:
         if size not in self.buffers:
             r = self.runner
-            slots = torch.full((size,), self.spare, dtype=torch.int64, device=r.device)
+            device = r.device
+            host_slots = np.full(size, self.spare)
+            slots = torch.full((size,), self.spare, dtype=torch.int64, device=device)
             dtype = getattr(torch, r.wiring.dtype)
-            hidden = torch.zeros(size, r.worker.hidden_size, dtype=dtype, device=r.device)
-            out = torch.zeros(3, size, dtype=torch.int32, device=r.device)
-            self.buffers[size] = Buffers(slots, hidden, out, np.full(size, self.spare))
+            hidden = torch.zeros(size, r.worker.hidden_size, dtype=dtype, device=device)
+            out = torch.zeros(3, size, dtype=torch.int32, device=device)
+            self.buffers[size] = Buffers(slots, hidden, out, host_slots)
         return self.buffers[size]
 
     def _try_forward(self, key: GraphKey) -> bool:
@@ -592,84 +616,48 @@ class Graphs:
         return key in self.forwards
 
     def _capture_forward(self, key: GraphKey) -> None:
-        b = self._buffers(key.rows)
-        b.host_slots[:] = self.spare
-        b.slots.fill_(self.spare)
+        b = self._spare_buffers(key.rows)
         self.serving.clear()
-        run, tensors = self._decode(key, b) if key.kind == "decode" else self._mixed(key, b)
+        run, tensors = self._layers(key, b)
         graph, result = self.recorder.capture(run)
         self.forwards[key] = Captured(graph, result, **tensors)
 
     def rehearse(self, shape: GraphKey | Drawn) -> None:
         """Run the operations of a capture on spare rows, without recording them."""
-        b = self._buffers(shape.rows)
-        b.host_slots[:] = self.spare
-        b.slots.fill_(self.spare)
+        b = self._spare_buffers(shape.rows)
         if isinstance(shape, Drawn):
             run = self._draw(b, shape.operations)
         else:
-            run, _ = self._decode(shape, b) if shape.kind == "decode" else self._mixed(shape, b)
+            run, _ = self._layers(shape, b)
         self.recorder.rehearse(run)
 
-    def _decode(self, key: GraphKey, b: Buffers) -> tuple[Callable[[], None], dict[str, Any]]:
-        """Return the function that runs a decode step in the rows of ``b``, and the fields of its ``Captured``."""
+    def _spare_buffers(self, size: int) -> Buffers:
+        """Return the buffers of captures of ``size`` rows, all of them with the spare slot."""
+        b = self._buffers(size)
+        b.host_slots[:] = self.spare
+        b.slots.fill_(self.spare)
+        return b
+
+    def _layers(self, key: GraphKey, b: Buffers) -> LayersRun:
+        """Return the function that runs the layers of a step in the rows of ``b``, and the fields of its
+        ``Captured``."""
         r = self.runner
-        static = column_tensors(r.state, b.slots, bounds(key, len(r.worker.groups)))
-        observes = r.compactor is not None and r.compactor.queries is not None and key.rows <= OBSERVED_ROWS
-        queries = StepQueries() if observes else None
-
-        def run() -> None:
-            read = read_columns(r.state, static)
-            read.queries = queries
-            self._tap(key, read)
-            read.watch = r.watch(read)
-            with applied(r.adapters, read.meta, self._methods(key)):
-                step.forward(r.model, r.backend, read, key, out=b.hidden)
-
-        return run, {"keep": static, "queries": queries}
-
-    def _mixed(self, key: GraphKey, b: Buffers) -> tuple[Callable[[], None], dict[str, Any]]:
-        """Return the function that runs a mixed step in the rows of ``b``, and the fields of its ``Captured``."""
-        r = self.runner
-        size = step.table_size(key.rows, key.tokens)
-        host = bounds(key, len(r.worker.groups))
-        table = torch.zeros(size, dtype=torch.int64, device=r.device)
-        table[: key.rows] = self.spare
-
-        def run() -> None:
-            read, last = step.read_rows(r.state, table, host, padded=True)
-            self._tap(key, read)
-            if isinstance(key, ImagedKey) and self.imaged is not None:
-                self.imaged.enter(read)
-            read.watch = r.watch(read)
-            selects = r.selects_tokens(read, len(last) if adapted(key) else 0)
-            with applied(r.adapters, read.meta, self._methods(key), last if selects else None):
-                step.forward(r.model, r.backend, read, key, last, selects, b.hidden)
-
-        return run, {"rows": table}
-
-    def _methods(self, key: GraphKey) -> tuple[int, ...]:
-        """Return the indices of the adapter methods that a captured step computes: all, because rows of a replay may
-        use any."""
-        adapters = self.runner.adapters
-        return adapters.all if adapters is not None and adapted(key) else ()
-
-    def _tap(self, key: GraphKey, read: StepTensors) -> None:
-        if not isinstance(key, TappedKey):
-            return
-        if key.steered or key.read or key.given:
-            read.taps = self.runner.taps.captured(key.steered, key.read, read.meta, key.given)
-        if self.runner.adapters is not None:
-            read.taps = self.runner.adapters.taps(self._methods(key), key.changed, read.taps)
+        if key.kind == "mixed":
+            return mixed_run(r, self.imaged, key, b)
+        queries = None
+        if r.compactor is not None and r.compactor.queries is not None and key.rows <= OBSERVED_ROWS:
+            queries = StepQueries()
+        return decode_run(r, key, b, queries)
 
     def _capture_sample(self, size: int, operations: SampleOperations) -> Captured | None:
         b = self._buffers(size)
         before = b.slots.clone()
         b.slots.fill_(self.spare)
         try:
-            captured = Captured(*self.recorder.capture(self._draw(b, operations)))
-            self.draw_bits[self._calls(b, operations).float32] |= operations.variants[-1]
-            return captured
+            graph, result = self.recorder.capture(self._draw(b, operations))
+            wide = self._calls(b, operations).float32
+            self.draw_bits[wide] |= operations.variants[-1]
+            return Captured(graph, result)
         except BaseException as e:  # a plug-in that cannot be captured runs as separate launches
             self._note(f"sampling is not captured, it runs as separate launches: {describe_error(as_exception(e))}")
             return None
@@ -679,7 +667,12 @@ class Graphs:
     def _draw(self, b: Buffers, operations: SampleOperations) -> Callable[[], Any]:
         """Return the function that draws the tokens of the rows of ``b`` (the SAMPLE part of a step)."""
         r = self.runner
-        return lambda: step.sample(self._calls(b, operations), r.state, r.model, b.hidden)
+
+        def run() -> Any:
+            calls = self._calls(b, operations)
+            return step.sample(calls, r.state, r.model, b.hidden)
+
+        return run
 
     def _calls(self, b: Buffers, operations: SampleOperations) -> CapturedCalls:
         """Return the calls of processors and the sampler for the rows of ``b``.
@@ -690,7 +683,8 @@ class Graphs:
         calls = CapturedCalls(self.runner, b, operations, self.masks)
         variant = operations.variants[-1]
         compiled = {wide: not variant & ~bits for wide, bits in self.draw_bits.items()}
-        calls.float32 = calls.float32 or (compiled[True] and not compiled[False])
+        if compiled[True] and not compiled[False]:
+            calls.float32 = True
         return calls
 
     def _note(self, text: str) -> None:

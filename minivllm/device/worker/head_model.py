@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from minivllm.core.interfaces.attention import GraphKey
 
@@ -42,9 +42,9 @@ class HeadModel(OwnModel):
         super().__init__(*args)
         self.states = states
         self.native: NativeHead | None = None  # native CPU code that runs the head's layers, or None
-        self.last: torch.Tensor | None = None  # [N, W] hidden states of the head at the newest draft of each row
+        self.last: Tensor | None = None  # [N, W] hidden states of the head at the newest draft of each row
 
-    def logits(self, ask: Ask, j: int) -> torch.Tensor:
+    def logits(self, ask: Ask, j: int) -> Tensor:
         if self.passes is not None:
             return self.passes.logits(j)
         if not j:
@@ -55,7 +55,7 @@ class HeadModel(OwnModel):
         ones = np.ones(len(pairs), np.int32)
         return self._run(ask.slots, ones, pairs, copied=True)
 
-    def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> torch.Tensor:
+    def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> Tensor:
         """Return the logits [N, V] after the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N].
 
         Each slot occurs once, and the served model has computed all known tokens except the last one.  The head first
@@ -89,13 +89,13 @@ class HeadModel(OwnModel):
         self.keep(slots, known, k - 1)
         return native.propose(slots, q_len, done, known, k, self.states.memory)
 
-    def draw(self, ask: Ask, logits: torch.Tensor, j: int) -> torch.Tensor:
+    def draw(self, ask: Ask, logits: Tensor, j: int) -> Tensor:
         native = None if self.passes is not None else self.native
         if native is not None and native.draws(ask.slots, logits):
             return native.draw(ask.slots, ask.known + j)
         return super().draw(ask, logits, j)
 
-    def _states(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
+    def _states(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> Tensor:
         """Return the hidden states [T, W] of the served model for ``q_len`` pairs of each row, behind its first
         ``computed`` pairs."""
         row = np.repeat(np.arange(len(slots)), q_len)
@@ -129,13 +129,13 @@ class HeadModel(OwnModel):
         # a row whose last step had more than k drafts may lack more (hidden state, token) pairs than one pass computes
         return bool((self.drafted[slots] <= k).all())
 
-    def enter(self, read: StepTensors, last: torch.Tensor | None) -> None:
+    def enter(self, read: StepTensors, last: Tensor | None) -> None:
         read.drafted = last is not None
         if last is None:
             last = self.states.at(self.state, read.meta.slots, read.position)
         read.hidden = last
 
-    def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, copied: bool = False) -> torch.Tensor:
+    def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, copied: bool = False) -> Tensor:
         """Run the head on the ``q_len`` (hidden state, token) pairs of each row behind its first ``computed`` pairs.
 
         Return the logits f32 [N, V] of the last pair of each row.  ``copied`` means that each row has one pair, whose

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.drafter import Ask, DraftModel
@@ -87,7 +87,7 @@ class OwnModel(DraftModel):
             if states is not None:
                 self.read[shorter] = 0  # a recurrent state of fewer tokens cannot be restored
 
-    def logits(self, ask: Ask, j: int) -> torch.Tensor:
+    def logits(self, ask: Ask, j: int) -> Tensor:
         if self.passes is not None:
             return self.passes.logits(j)
         if j:
@@ -98,7 +98,7 @@ class OwnModel(DraftModel):
             return self._run(ask.slots, ones, behind, copied=True)
         return self.logits_behind(ask.slots, ask.known, max(ask.k - 1, 0))
 
-    def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> torch.Tensor:
+    def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> Tensor:
         """Return the logits [N, V] after the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N].
 
         Each slot occurs once.  The model first computes the tokens that are missing in its KV cache.  ``extra`` is the
@@ -163,12 +163,12 @@ class OwnModel(DraftModel):
         self.read[slots] = done
         self.extra[slots] = 0
 
-    def enter(self, read: StepTensors, last: torch.Tensor | None) -> None:
+    def enter(self, read: StepTensors, last: Tensor | None) -> None:
         """Add to ``read`` the inputs of a captured pass that only models of this class need.
 
         ``last`` are the results [N, W] of the pass before, None in the first pass."""
 
-    def _run_newest(self, slots: np.ndarray, known: np.ndarray, done: np.ndarray) -> torch.Tensor:
+    def _run_newest(self, slots: np.ndarray, known: np.ndarray, done: np.ndarray) -> Tensor:
         """Compute the tokens behind ``done`` with a model that has recurrent states; the newest token uses copies of
         these.
 
@@ -186,7 +186,7 @@ class OwnModel(DraftModel):
         ones = np.ones(len(slots), np.int32)
         return self._run(slots, ones, newest, copied=True)
 
-    def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, copied: bool = False) -> torch.Tensor:
+    def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, copied: bool = False) -> Tensor:
         """Compute the ``q_len`` tokens of each row that follow its first ``computed`` tokens.
 
         ``copied`` means that a model with recurrent states uses the copies.  Return the logits f32 [N, V] of the last
@@ -204,7 +204,7 @@ class OwnModel(DraftModel):
         hidden = step.forward(model, backend, read, GraphKey(), indices)
         return model.logits(hidden).float()
 
-    def draw(self, ask: Ask, logits: torch.Tensor, j: int) -> torch.Tensor:
+    def draw(self, ask: Ask, logits: Tensor, j: int) -> Tensor:
         """Draw draft number ``j`` of each row from ``logits`` as a step does, and write it to the columns.
 
         Return the tokens i64 [N].  The logits may be overwritten.  Exceptions of processors are not caught."""

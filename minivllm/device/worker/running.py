@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.plan import FAILED, LogProbs, StepError, StepForm, StepPlan, StepResult, no_rows
@@ -25,7 +25,7 @@ NATIVE = StepForm("native")
 SEPARATE = StepForm("separate")
 
 
-def _array(tensor: torch.Tensor | None, missing: np.ndarray) -> np.ndarray:
+def _array(tensor: Tensor | None, missing: np.ndarray) -> np.ndarray:
     """Return a host tensor as an array; ``missing`` is returned for None."""
     return missing if tensor is None else tensor.numpy()
 
@@ -35,7 +35,7 @@ class Running:
     """A step that was submitted to the device and whose result has not been collected."""
 
     plan: StepPlan
-    hidden: torch.Tensor | None = None  # [N, H]
+    hidden: Tensor | None = None  # [N, H]
     graph: GraphKey | None = None  # shape of the capture that ran the layers; None if they ran as separate launches
     captures: Any = None  # ``Graphs`` or ``DraftedSteps``, which hold the capture of shape ``graph``
     shared: int = 0  # number of decoding rows whose common prefixes attention reads once
@@ -47,18 +47,18 @@ class Running:
     sampled: bool = False
     sampler: str = ""  # name of the sampler, for error messages
     # i32 [3, N] tokens, counts and flags in host memory, which are valid after ``event``
-    packed: torch.Tensor | None = None
-    logprobs: tuple[torch.Tensor, ...] | None = None
-    prompt: tuple[torch.Tensor, ...] | None = None
-    logits: torch.Tensor | None = None
-    taps: torch.Tensor | None = None  # f32 values read at tap points, in the order of ``plan.taps``
-    pooled: torch.Tensor | None = None  # f64 sums of hidden states that ``plan.pooled`` requests
-    kept: torch.Tensor | None = None  # i32 indices of the tokens that compressions kept
+    packed: Tensor | None = None
+    logprobs: tuple[Tensor, ...] | None = None
+    prompt: tuple[Tensor, ...] | None = None
+    logits: Tensor | None = None
+    taps: Tensor | None = None  # f32 values read at tap points, in the order of ``plan.taps``
+    pooled: Tensor | None = None  # f64 sums of hidden states that ``plan.pooled`` requests
+    kept: Tensor | None = None  # i32 indices of the tokens that compressions kept
     errors: list[StepError] = field(default_factory=list)
     # id of an image without features -> reason why it has none (see ``StepResult.lost``)
     lost: dict[int, str] = field(default_factory=dict)
     without_drafts: StepError | None = None  # error of the drafter, after which the step runs without drafts
-    drafted: torch.Tensor | None = None  # i32 number of drafts of each row with drafts
+    drafted: Tensor | None = None  # i32 number of drafts of each row with drafts
     widths: tuple[int, ...] = ()  # numbers of elements of a token's value at each tap point of the model
     came: StepPlan | None = None  # the plan before rows were removed from it; None if none were removed
     back: np.ndarray | None = None  # index in ``came.samples`` of each drawing row that was not removed

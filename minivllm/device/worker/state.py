@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minivllm.core.interfaces.plan import NO_CHANGE, STOP_IDS, Delta, Join
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .recurrent import StateMemory
 
 
+Caches = Sequence[Sequence[Mapping[str, Tensor]]]  # KV group -> layer of the group -> cache tensors by name
 # columns with one number for each slot; ``Join`` has a field of the same name for each
 NUMBERS = ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos")
 # smallest size in bytes of host arrays that are pinned: CUDA passes smaller arrays with the call of the copy, and lets
@@ -37,10 +39,12 @@ AHEAD_SIZES = tuple(1 << n for n in range(6, 23))
 AHEAD_EACH = 3
 
 
-def staged(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def staged(array: np.ndarray, device: torch.device) -> Tensor:
     """Return the array as a host tensor whose copy to the device does not block the host (pinned if it is large)."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda" and array.nbytes >= PINNED_FROM:
+    contiguous = np.ascontiguousarray(array)
+    tensor = torch.from_numpy(contiguous)
+    large = array.nbytes >= PINNED_FROM
+    if large and device.type == "cuda":
         return tensor.pin_memory()
     return tensor
 
@@ -55,11 +59,12 @@ def pin_ahead(device: torch.device) -> None:
     made = []
     for size in AHEAD_SIZES:
         for _ in range(AHEAD_EACH):
-            made.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+            pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            made.append(pinned)
     made.clear()
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """Start the copy of a tensor to pinned host memory, and return the copy.  A CPU tensor is returned unchanged."""
     if tensor.device.type == "cpu":
         return tensor
@@ -67,8 +72,9 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return pinned.copy_(tensor, non_blocking=True)
 
 
-def _index(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return staged(array.astype(np.int64), device).to(device, non_blocking=True)
+def _index(array: np.ndarray, device: torch.device) -> Tensor:
+    wide = array.astype(np.int64)
+    return staged(wide, device).to(device, non_blocking=True)
 
 
 class ProcessorState:
@@ -80,16 +86,19 @@ class ProcessorState:
         self, processor: Processor, slots: int, device: torch.device, active: np.ndarray | None = None
     ) -> None:
         self.specs = dict(processor.columns())
+        self.kept = [name for name, spec in self.specs.items() if spec.kept]
         self.device = device
-        self.columns: dict[str, torch.Tensor] = {}
+        self.columns: dict[str, Tensor] = {}
         for name, column in self.specs.items():
             shape = (slots, *column.shape)
             dtype = getattr(torch, column.dtype)
             self.columns[name] = torch.full(shape, column.fill, dtype=dtype, device=device)
-        self.active = np.zeros(slots, bool) if active is None else active
+        if active is None:
+            active = np.zeros(slots, bool)
+        self.active = active
         self.variant = np.zeros(slots, np.int64)
 
-    def join(self, slots: np.ndarray, at: torch.Tensor, rows: Mapping[int, Any]) -> None:
+    def join(self, slots: np.ndarray, at: Tensor, rows: Mapping[int, Any]) -> None:
         """Set the processor's columns for new sequences in ``slots`` i32 [n]; ``at`` i64 [n] are the slots on the
         device.
 
@@ -102,26 +111,27 @@ class ProcessorState:
         if not rows:
             return
         index = np.fromiter(rows, np.int64, len(rows))
-        self.active[slots[index]] = True
-        self.variant[slots[index]] = [row.variant for row in rows.values()]
+        used = slots[index]
+        self.active[used] = True
+        self.variant[used] = [row.variant for row in rows.values()]
         for name, spec in self.specs.items():
             having = {i: row.values[name] for i, row in rows.items() if name in row.values}
             if not having:
                 continue
             column = self.columns[name]
             where = _index(slots[list(having)], self.device)
-            stacked = np.stack([np.asarray(value) for value in having.values()])
-            values = torch.as_tensor(stacked).to(column.dtype).reshape(len(having), *spec.shape)
+            arrays = [np.asarray(value) for value in having.values()]
+            stacked = torch.as_tensor(np.stack(arrays))
+            values = stacked.to(column.dtype).reshape(len(having), *spec.shape)
             column[where] = values.to(column.device, non_blocking=True)
 
-    def save(self, slot: int) -> list[torch.Tensor]:
+    def save(self, slot: int) -> list[Tensor]:
         """Return copies of a slot's values in the columns that are kept across a preemption (``Column.kept``)."""
-        return [self.columns[name][slot].clone() for name, spec in self.specs.items() if spec.kept]
+        return [self.columns[name][slot].clone() for name in self.kept]
 
-    def restore(self, slot: int, saved: Sequence[torch.Tensor]) -> None:
-        kept = [self.columns[name] for name, spec in self.specs.items() if spec.kept]
-        for column, values in zip(kept, saved, strict=True):
-            column[slot].copy_(values)
+    def restore(self, slot: int, saved: Sequence[Tensor]) -> None:
+        for name, values in zip(self.kept, saved, strict=True):
+            self.columns[name][slot].copy_(values)
 
     def fork(self, source: np.ndarray, to: np.ndarray) -> None:
         self.active[to] = self.active[source]
@@ -150,28 +160,31 @@ class DeviceState:
         offsets: bool = False,
     ) -> None:
 
-        def make(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> torch.Tensor:
+        def make(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
 
         self.device = device
         self.block = block
-        self.tokens = make(slots, max_len + 1, dtype=torch.int32)
+        i32 = torch.int32
+        self.tokens = make(slots, max_len + 1, dtype=i32)
         # A model may have two tables of rotary embeddings, stored one after the other.  ``rope_first`` is the row at
         # which the table of a slot begins: a sequence that may become longer than ``rope_switch`` uses the second.
         # With ``offsets`` it is instead the offset of the positions behind the images of a slot, or of the positions
         # behind a compression that rotates keys to new positions.
         self.rope_switch = rope_switch
         self.rope_rows = max_len + 1
-        self.rope_first = make(slots) if offsets or rope_switch is not None else None
+        self.rope_first: Tensor | None = None
+        if offsets or rope_switch is not None:
+            self.rope_first = make(slots)
         # one tensor, so that a join needs one copy; each column begins at a multiple of 128 bytes
         padded = -(-slots // 16) * 16
-        self.numbers = make(len(NUMBERS), padded)[:, :slots]
-        self.known, self.prompt, self.end, self.min_end = self.numbers[:4]
-        self.seed, self.sample, self.n_eos = self.numbers[4:]
-        self.stop_ids = make(slots, STOP_IDS, dtype=torch.int32, fill=-1)
+        numbers = make(len(NUMBERS), padded)
+        self.numbers = numbers[:, :slots]
+        self.known, self.prompt, self.end, self.min_end, self.seed, self.sample, self.n_eos = self.numbers
+        self.stop_ids = make(slots, STOP_IDS, dtype=i32, fill=-1)
         self.stopped = make(slots, dtype=torch.bool, fill=True)
         blocks = -(-max_len // block) + 1
-        self.table = make(groups, slots, blocks, dtype=torch.int32)
+        self.table = make(groups, slots, blocks, dtype=i32)
         # i64 [G, S] number of a slot's tokens that compressions removed from the KV cache of each group, on the device
         # and on the host; None without a compressor
         self.dropped = make(groups, slots) if compresses else None
@@ -181,59 +194,68 @@ class DeviceState:
         self.active = np.zeros((0, slots), bool)  # [processor, slot] whether the slot uses it, the sampler last
         self.recurrent: StateMemory | None = None  # states of recurrent layers; None for a model without such layers
         # id of a sequence -> columns of each processor that were saved at its last preemption
-        self.saved: dict[int, list[list[torch.Tensor]]] = {}
+        self.saved: dict[int, list[list[Tensor]]] = {}
 
-    def to(self, array: np.ndarray) -> torch.Tensor:
+    def to(self, array: np.ndarray) -> Tensor:
         return staged(array, self.device).to(self.device, non_blocking=True)
 
-    def apply(self, delta: Delta, caches: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
+    def apply(self, delta: Delta, caches: Caches) -> None:
         """Apply the changes ``delta`` of a step to the columns, block tables and caches, except ``delta.token``.
 
         ``Runner`` applies ``delta.token``, because the processors must see these tokens.  ``caches[g]`` holds the cache
         tensors of the layers of group g."""
         if delta is NO_CHANGE:
             return
+        recurrent = self.recurrent
         for slot, seq in delta.keep.tolist():
             self.saved[seq] = [p.save(slot) for p in self.processors]
         if len(delta.leave):
-            self.stopped.index_fill_(0, self.to(delta.leave).long(), True)
-        if self.recurrent is not None and len(delta.state):
-            self.recurrent.copy(*self.to(delta.state.T).long())
+            left = self.to(delta.leave).long()
+            self.stopped.index_fill_(0, left, True)
+        if recurrent is not None and len(delta.state):
+            source, to = self.to(delta.state.T).long()
+            recurrent.copy(source, to)
         if delta.join is not None:
             self._join(delta.join, delta.state[:, 1])
         if len(delta.fork):
             self._fork(delta.fork)
-        if self.recurrent is not None and len(delta.save):
-            self.recurrent.save(*self.to(delta.save.T).long())
+        if recurrent is not None and len(delta.save):
+            columns = self.to(delta.save.T).long()
+            recurrent.save(*columns)
         if len(delta.table):
-            group, slot, column, block = self.to(delta.table.T).long()
+            changes = self.to(delta.table.T)
+            group, slot, column, block = changes.long()
             self.table[group, slot, column] = block.int()
         for group, slot, first, count in delta.trim.tolist():
-            self.table[group, slot, first : first + count] = 0
+            end = first + count
+            self.table[group, slot, first:end] = 0
         if len(delta.copy):
             self._copy_blocks(delta.copy, caches)
         for seq in delta.forget.tolist():
             self.saved.pop(seq, None)
 
-    def _copy_blocks(self, copies: np.ndarray, caches: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
+    def _copy_blocks(self, copies: np.ndarray, caches: Caches) -> None:
         """Copy blocks of the KV cache.  ``copies`` [n, 3] has the group, the source and the target of each block."""
-        for g in np.unique(copies[:, 0]).tolist():
-            rows = copies[copies[:, 0] == g]
+        groups = copies[:, 0]
+        for g in np.unique(groups).tolist():
+            rows = copies[groups == g]
             source = self.to(rows[:, 1]).long()
             to = self.to(rows[:, 2]).long()
             for layer in caches[g]:
                 for tensor in layer.values():
                     tensor[to] = tensor[source]
 
-    def stored(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def stored(self, slots: Tensor, tokens: Tensor) -> Tensor:
         """Return the numbers i64 [G, N] of tokens in the KV cache of each group, for ``slots`` i64 [N] with ``tokens``
         i64 [N] computed tokens.  It is smaller than ``tokens`` for rows that were compressed."""
         assert self.dropped is not None
         return tokens - self.dropped[:, slots]
 
-    def rope_position(self, slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def rope_position(self, slots: Tensor, position: Tensor) -> Tensor:
         """Return the rows i64 [T] of the rotary embedding tables for ``position`` i64 [T] of ``slots`` i64 [T]."""
-        return position if self.rope_first is None else position + self.rope_first[slots]
+        if self.rope_first is None:
+            return position
+        return position + self.rope_first[slots]
 
     def restore(self, join: Join | None) -> None:
         """Copy the saved processor columns of preempted sequences back when these join again.
@@ -242,10 +264,12 @@ class DeviceState:
         joins."""
         if join is None:
             return
-        for slot, seq in zip(join.slot.tolist(), join.saved.tolist(), strict=False):
+        sequences = join.saved.tolist()
+        for slot, seq in zip(join.slot.tolist(), sequences, strict=False):
             if seq < 0:
                 continue
-            for processor, values in zip(self.processors, self.saved[seq], strict=False):
+            saved = self.saved[seq]
+            for processor, values in zip(self.processors, saved, strict=False):
                 processor.restore(slot, values)
 
     def _join(self, j: Join, with_states: np.ndarray) -> None:
@@ -254,30 +278,39 @@ class DeviceState:
         ``with_states`` [n] are the slots whose recurrent states were just copied; the states of the other slots are
         emptied."""
         at = self.to(j.slot).long()
-        slot_of = np.repeat(j.slot.astype(np.int64), j.known)
-        firsts = np.cumsum(j.known) - j.known
-        columns = np.arange(len(slot_of)) - np.repeat(firsts, j.known)
-        rows, columns, tokens = self.to(np.stack([slot_of, columns, j.tokens]))
-        self.tokens[rows, columns] = tokens.int()
-        numbers = np.stack([getattr(j, name) for name in NUMBERS])
-        self.numbers[:, at] = self.to(numbers)
+        self._write_tokens(j)
+        numbers = [getattr(j, name) for name in NUMBERS]
+        self.numbers[:, at] = self.to(np.stack(numbers))
         if self.rope_first is not None and self.rope_switch is None:
             self.rope_first.index_fill_(0, at, 0)  # ``ImageState`` later sets the offsets of rows with images
         elif self.rope_first is not None:
             # the last token of a sequence is never computed, so a sequence of ``end`` tokens has end - 1 positions
             longer = j.end - 1 > self.rope_switch
-            self.rope_first[at] = self.to(longer * self.rope_rows).long()
+            first_rows = self.to(longer * self.rope_rows)
+            self.rope_first[at] = first_rows.long()
         if self.dropped is not None:
             self.dropped[:, at] = 0
             self.dropped_host[:, j.slot] = 0
         self.stop_ids[at] = self.to(j.stop_ids)
         self.stopped.index_fill_(0, at, False)
         if self.recurrent is not None:
-            without = j.slot[~np.isin(j.slot, with_states)]
-            self.recurrent.begin(at, self.to(without).long())
+            copied = np.isin(j.slot, with_states)
+            without = self.to(j.slot[~copied])
+            self.recurrent.begin(at, without.long())
         self.wants_min[j.slot] = j.min_end > j.prompt
         for state, bound in zip(self.processors, j.bound, strict=True):
             state.join(j.slot, at, bound)
+
+    def _write_tokens(self, j: Join) -> None:
+        """Write the known tokens of sequences that join to the columns of their slots."""
+        slots = j.slot.astype(np.int64)
+        slot_of = np.repeat(slots, j.known)
+        firsts = np.cumsum(j.known) - j.known
+        first_of = np.repeat(firsts, j.known)
+        index = np.arange(len(slot_of)) - first_of
+        packed = np.stack([slot_of, index, j.tokens])
+        rows, columns, tokens = self.to(packed)
+        self.tokens[rows, columns] = tokens.int()
 
     def _fork(self, fork: np.ndarray) -> None:
         source = fork[:, 0].astype(np.int64)
@@ -294,7 +327,8 @@ class DeviceState:
             self.dropped_host[:, to] = self.dropped_host[:, source]
         # The fork goes on, although its source may be marked as stopped because it was preempted in the same delta.
         self.stopped.index_fill_(0, b, False)
-        self.sample[b] = self.to(fork[:, 2]).long()
+        samples = self.to(fork[:, 2])
+        self.sample[b] = samples.long()
         self.wants_min[to] = self.wants_min[source]
         for state in self.processors:
             state.fork(source, to)

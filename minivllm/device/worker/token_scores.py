@@ -122,7 +122,7 @@ class RowScores:
         scores = call_foreign(self.compressor.score, tokens)
         lines = len(layers) * heads
         wanted = f"a tensor [{lines}, {stored}] or [{stored}]"
-        if not isinstance(scores, torch.Tensor):
+        if not isinstance(scores, Tensor):
             raise PluginError(f"score() gave {type(scores).__name__}; expected {wanted}")
         shape = tuple(scores.shape)
         if shape not in ((stored,), (lines, stored)):
