@@ -11,7 +11,7 @@ from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, Attn
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
 
-from .module import Module, check_shape, fill
+from .module import Module, Wanted, check_shape, fill
 
 FACTORS = "query factors"  # key of ``AttnMeta.work``, which ``step.forward`` removes before each run
 
@@ -36,7 +36,7 @@ class AttentionLayer(Module):
         if layer.spec.alibi is not None:
             layer.slopes = torch.tensor(layer.spec.alibi, dtype=torch.float32, device=device)
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         heads = self.layer.spec.heads * self.shard.size
         return {("", name): (heads,) for name in self.tensors}
 

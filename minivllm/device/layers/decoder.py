@@ -14,7 +14,7 @@ other layers run as usual, and so do layers of which only the router is tapped (
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from functools import partial
 from typing import Any
 
@@ -45,10 +45,17 @@ from minivllm.core.interfaces.model import StepTaps, StepTensors
 from minivllm.errors import ModelError, shown
 
 from .experts import Mixture
-from .fused import GatedLinear, Joined, LinearNorm, Normed
+from .fused import GatedLinear, Joined, LinearNorm, NextInput, Normed
 from .module_parts import ModuleParts
 from .rotary import order_of_halves
 from .taps import LayerTaps
+
+# ``LayerSpec.norms`` -> names of the norms after attention, before the MLP and after the MLP; None means no norm
+NORMS = {
+    BEFORE: (None, "norm2", None),
+    AFTER: ("norm1", None, "norm2"),
+    AROUND: ("norm2", "norm3", "norm4"),
+}
 
 
 class Decoder:
@@ -61,37 +68,47 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, parts: ModuleParts) -> None:
         self.spec = spec
         check(spec)
-        self.embed = parts.embedding("embed", spec.vocab, spec.hidden, packable=True)
-        self.embed_norm = _norm(parts, spec, "embed_norm", spec.embed_norm)
+        hidden = spec.hidden
+        self.embed = parts.embedding("embed", spec.vocab, hidden, packable=True)
+        self.embed_norm = _norm(parts, spec, "embed_norm" if spec.embed_norm else None)
         self.positions = None
         if spec.positions:
-            self.positions = parts.embedding("positions", spec.positions, spec.hidden, whole=True)
+            self.positions = parts.embedding("positions", spec.positions, hidden, whole=True)
         # the factor is rounded to the model's dtype, as if it were a tensor of this dtype
-        self.scale = float(torch.tensor(spec.embed_scale, dtype=parts.dtype))
-        entries = [_norm(parts, spec, f"layers.{i}.norm1", layer.norms != AFTER) for i, layer in enumerate(spec.layers)]
-        self.norm = parts.norm("norm", spec.hidden, spec.norm)
+        rounded = torch.tensor(spec.embed_scale, dtype=parts.dtype)
+        self.scale = float(rounded)
+        entries = []
+        for i, layer in enumerate(spec.layers):
+            name = None if layer.norms == AFTER else f"layers.{i}.norm1"
+            entries.append(_norm(parts, spec, name))
+        self.norm = parts.norm("norm", hidden, spec.norm)
         self.first = entries[0]
         follows = [*entries[1:], self.norm]
-        self.blocks = [DecoderBlock(spec, i, parts, follows[i]) for i in range(len(spec.layers))]
+        self.blocks = [DecoderBlock(spec, i, parts, norm) for i, norm in enumerate(follows)]
         for block, following in itertools.pairwise(self.blocks):
             block.before(following)
-        self.head = parts.lm_head("lm_head", spec.hidden, spec.vocab, self.embed if spec.tied else None)
+        tied = self.embed if spec.tied else None
+        self.head = parts.lm_head("lm_head", hidden, spec.vocab, tied)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Return the scaled embeddings [T, H] of ids [T]."""
         x = self.embed(ids)
-        return x if self.spec.embed_scale == 1.0 else x * self.scale
+        if self.spec.embed_scale == 1.0:
+            return x
+        return x * self.scale
 
     def __call__(self, step: StepTensors) -> Tensor:
         x = self.embedded(step.ids)
         if self.positions is not None:
-            x = x + self.positions(step.position + self.spec.first_position)
+            index = step.position + self.spec.first_position
+            x = x + self.positions(index)
         if self.embed_norm is not None:
             x = self.embed_norm(x)[0]
         taps = step.taps
         watch = step.watch
         if taps is not None:
-            x = taps("layers.0.input", taps("embedding", x))
+            x = taps("embedding", x)
+            x = taps("layers.0.input", x)
         if self.first is None:
             h = Normed(x)
             residual = x
@@ -104,7 +121,8 @@ class Decoder:
             return h.x
         tapped = frozenset() if taps is None else taps.points
         for block in self.blocks:
-            run = block.run_for(tapped & block.points.keys())
+            points = tapped & block.points.keys()
+            run = block.run_for(points)
             h, residual = run(h, residual, step)
             if watch is not None and block.follower in watch.points:
                 watch(block.follower, residual)
@@ -141,10 +159,13 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
-        cap = self.spec.logit_cap
-        if self.spec.logit_scale != 1.0:
-            logits = logits.mul_(self.spec.logit_scale)
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        spec = self.spec
+        if spec.logit_scale != 1.0:
+            logits = logits.mul_(spec.logit_scale)
+        cap = spec.logit_cap
+        if cap is None:
+            return logits
+        return logits.div_(cap).tanh_().mul_(cap)
 
 
 class DecoderBlock:
@@ -173,14 +194,14 @@ class DecoderBlock:
         if layer.parallel:
             self.out = out
             self.both = Joined(down, None, follows, scale)
-            self.mlp_norm = _norm(parts, spec, name + "norm2", layer.mlp_norm)
+            self.mlp_norm = _norm(parts, spec, name + "norm2" if layer.mlp_norm else None)
             return
-        around = layer.norms == AROUND
-        named = ["norm1", "norm2"] if layer.norms == AFTER else ["norm2", "norm4"]
-        after = [_norm(parts, spec, name + n, around or layer.norms == AFTER) for n in named]
-        middle = _norm(parts, spec, name + ("norm3" if around else "norm2"), layer.norms != AFTER)
-        self.o = parts.linear_norm(out, middle, after=after[0], scale=scale)
-        self.down = parts.linear_norm(down, follows, whole=self.last, after=after[1], scale=scale)
+        first, middle, second = norm_names(name, layer)
+        after_attention = _norm(parts, spec, first)
+        after_mlp = _norm(parts, spec, second)
+        before_mlp = _norm(parts, spec, middle)
+        self.o = parts.linear_norm(out, before_mlp, after=after_attention, scale=scale)
+        self.down = parts.linear_norm(down, follows, whole=self.last, after=after_mlp, scale=scale)
         for one, other in ((self.o, self.up), (self.up, self.down)):
             if isinstance(one, LinearNorm | GatedLinear):
                 one.follow(other)
@@ -190,21 +211,28 @@ class DecoderBlock:
 
         The output can then have the 8-bit form that the next product reads.  This needs a single reader: in a parallel
         layer, or one with a gated delta net, two products read the output, so nothing is connected."""
-        one = not self.parallel and not following.parallel and following.recurrent is None
-        if one and isinstance(self.down, LinearNorm):
+        if self.parallel or following.parallel:
+            return
+        if following.recurrent is None and isinstance(self.down, LinearNorm):
             self.down.follow(following.qkv)
 
     def _points(self) -> dict[str, int]:
         """Return tap point (named value) -> number of elements for each token, for this layer and the input of the next
         one."""
+        widths: dict[str, int] = {}
         # q, k and v are no tap points if their heads are split over processes
-        widths = {} if self.shared or self.recurrent else dict(zip("qkv", self.sizes[:3], strict=True))
+        if not self.shared and not self.recurrent:
+            widths |= zip("qkv", self.sizes[:3], strict=True)
         widths["attention"] = self.hidden
         if self.experts is not None:
-            widths |= {"router": self.experts.spec.count, "experts": self.experts.spec.chosen}
-        widths |= dict.fromkeys(("mlp", "residual"), self.hidden)
+            widths["router"] = self.experts.spec.count
+            widths["experts"] = self.experts.spec.chosen
+        widths["mlp"] = self.hidden
+        widths["residual"] = self.hidden
         points = {self.name + point: width for point, width in widths.items()}
-        return points if self.follower is None else {**points, self.follower: self.hidden}
+        if self.follower is not None:
+            points[self.follower] = self.hidden
+        return points
 
     def _mixer(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModuleParts) -> int:
         """Make the attention or the recurrent layer, and return the number of elements of its output over all
@@ -225,34 +253,34 @@ class DecoderBlock:
 
     def _attention(self, spec: DecoderSpec, layer: LayerSpec, a: AttnSpec, name: str, parts: ModuleParts) -> None:
         """Make the projection of q, k and v, their norms, the rotary tables and the attention of a layer."""
-        twice = spec.switch is not None
         self.gated = layer.gated
-        linear = parts.qkv(name + ".qkv", self.inputs * spec.hidden, a, layer.qkv_bias, layer.gated)
+        inputs = self.inputs * spec.hidden
+        linear = parts.qkv(name + ".qkv", inputs, a, layer.qkv_bias, layer.gated)
         self.sizes = [rows for _, rows in linear.info.parts]
         self.gate_out = parts.gate_out
         self.qkv = parts.normed_linear(linear)
         self.attn = parts.attention(len(parts.layers), a, name)
-        norms: list[Any] = [None, None]
-        if layer.qk_norm == HEADS:
-            self.wide = [
-                parts.heads_norm(f"{name}.{x}_norm", n, a.dim_qk, spec.norm, keys=x == "k")
-                for x, n in (("q", a.heads), ("k", a.kv_heads))
-            ]
-        elif layer.qk_norm == WIDTH:
-            self.wide = [
-                parts.width_norm(f"{name}.{x}_norm", n, a.dim_qk, spec.norm, keys=x == "k")
-                for x, n in (("q", a.heads), ("k", a.kv_heads))
-            ]
-        elif layer.qk_norm == HEAD:
-            norms = [parts.norm(f"{name}.{x}_norm", a.dim_qk, spec.norm).weight for x in "qk"]
-        cos = sin = None
-        if layer.rope is not None:
-            cos, sin = parts.rotations[self.attn.layer.index] = parts.rotary(layer.rope, twice)
-            self.attn.factors = parts.query_factors(layer.rope, twice)
-        self.pre = QKPre(cos, sin, norms[0], norms[1], spec.norm.eps)
-        if layer.rope is not None and layer.rope.interleaved:
-            back = order_of_halves(a.dim_qk, layer.rope.dim)
-            self.order = back.argsort().to(parts.device), back.to(parts.device)
+        self.pre = QKPre(eps=spec.norm.eps)
+        if layer.qk_norm == HEAD:
+            self.pre.q_norm = parts.norm(name + ".q_norm", a.dim_qk, spec.norm).weight
+            self.pre.k_norm = parts.norm(name + ".k_norm", a.dim_qk, spec.norm).weight
+        elif layer.qk_norm is not None:
+            make = parts.width_norm if layer.qk_norm == WIDTH else parts.heads_norm
+            q = make(name + ".q_norm", a.heads, a.dim_qk, spec.norm, keys=False)
+            k = make(name + ".k_norm", a.kv_heads, a.dim_qk, spec.norm, keys=True)
+            self.wide = [q, k]
+        rope = layer.rope
+        if rope is None:
+            return
+        twice = spec.switch is not None
+        tables = parts.rotary(rope, twice)
+        self.pre.cos, self.pre.sin = tables
+        parts.rotations[self.attn.layer.index] = tables
+        self.attn.factors = parts.query_factors(rope, twice)
+        if rope.interleaved:
+            back = order_of_halves(a.dim_qk, rope.dim)
+            there = back.argsort()
+            self.order = there.to(parts.device), back.to(parts.device)
 
     def _mlp(self, hidden: int, mlp: MLP | Experts, name: str, parts: ModuleParts, hook: Any) -> Any:
         """Make the MLP of a layer, and return its last linear layer, or the whole mixture of experts.
@@ -266,17 +294,21 @@ class DecoderBlock:
         self.up = parts.mlp_up(name, hidden, mlp)
         return parts.mlp_down(name, hidden, mlp)
 
-    def __call__(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
+    def __call__(self, h: Normed, residual: Tensor, step: StepTensors) -> NextInput:
         x = self._mixed(h, step)
-        if self.last and step.logits_indices is not None:
-            x = x[step.logits_indices]
-            residual = residual[step.logits_indices]
+        read = step.logits_indices
+        if self.last and read is not None:
+            x = x[read]
+            residual = residual[read]
             if self.parallel:
-                h = Normed(h.finished()[step.logits_indices])
-        if self.parallel:
-            return self.both.add(self.out(x).add_(self.both.linear(self.up(self._beside(h, residual)))), residual)
-        h, residual = self.o(x, residual)
-        return self.down(self.up(h), residual)
+                h = Normed(h.finished()[read])
+        if not self.parallel:
+            h, residual = self.o(x, residual)
+            return self.down(self.up(h), residual)
+        y = self.out(x)
+        beside = self._beside(h, residual)
+        y.add_(self.both.linear(self.up(beside)))
+        return self.both.add(y, residual)
 
     def _mixed(self, h: Normed, step: StepTensors, taps: StepTaps | None = None) -> Tensor:
         """Return the result of attention, or of a recurrent layer, before the output projection."""
@@ -291,98 +323,129 @@ class DecoderBlock:
             k = self._tap_head(taps, "k", k)
             v = taps(self.name + "v", v)
         if self.wide:
-            q = self.wide[0](q)[0]
-            k = self.wide[1](k)[0]
+            q_norm, k_norm = self.wide
+            q, _ = q_norm(q)
+            k, _ = k_norm(k)
         x = self.attn(q, k, v, step, self.pre)
-        return self.gate_out(x, gate[0]) if self.gated else x
+        if not self.gated:
+            return x
+        return self.gate_out(x, gate[0])
 
     def _beside(self, h: Normed, residual: Tensor) -> Normed:
         """Return the input of a parallel layer's MLP: the input of attention, or a separate norm of the residual
         stream."""
-        return h if self.mlp_norm is None else Normed(self.mlp_norm(residual)[0])
+        if self.mlp_norm is None:
+            return h
+        x, _ = self.mlp_norm(residual)
+        return Normed(x)
 
-    def run_for(self, points: Set[str]) -> Callable[[Any, Tensor, StepTensors], tuple[Normed, Tensor]]:
+    def run_for(self, points: Set[str]) -> Callable[[Any, Tensor, StepTensors], NextInput]:
         """Return the method that computes this layer in a step whose rows read or change the values at tap
         ``points``."""
         if not points:
             return self
-        routing = self.experts is not None and points <= {self.name + "router", self.name + "experts"}
-        return self.routed if routing else self.tapped
+        router = {self.name + "router", self.name + "experts"}
+        if self.experts is not None and points <= router:
+            return self.routed
+        return self.tapped
 
-    def routed(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
+    def routed(self, h: Normed, residual: Tensor, step: StepTensors) -> NextInput:
         """Compute the same as a call, with the same operations, and pass the points of the router through
         ``step.taps``."""
         assert self.experts is not None and step.taps is not None
-        with self.experts.tapped(LayerTaps(step.taps, self.name)):
+        taps = LayerTaps(step.taps, self.name)
+        with self.experts.tapped(taps):
             return self(h, residual, step)
 
-    def tapped(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
+    def tapped(self, h: Normed, residual: Tensor, step: StepTensors) -> NextInput:
         """Compute the same as a call, without fused kernels, and pass the value of each tap point to ``step.taps``.
 
         The layer continues with the value that this returns."""
         taps = step.taps
-        name = self.name
         assert taps is not None
+        down: Any = self.both if self.parallel else self.down
         x = self._mixed(h, step, taps)
         if self.parallel:
-            down: Any = self.both
-            z = self._beside(h, residual)
-            y = taps(name + "attention", down.scaled(self.out(x))) + taps(name + "mlp", self._branch(z, down, taps))
+            beside = self._beside(h, residual)
+            attended = taps(self.name + "attention", down.scaled(self.out(x)))
+            y = attended + self._branch(beside, down, taps)
         else:
-            residual = residual + taps(name + "attention", self.o.branch(x))
-            down = self.down
-            y = taps(name + "mlp", self._branch(self.o.entry(residual), down, taps))
-        residual = taps(name + "residual", residual + y)
+            attended = taps(self.name + "attention", self.o.branch(x))
+            residual = residual + attended
+            y = self._branch(self.o.entry(residual), down, taps)
+        residual = taps(self.name + "residual", residual + y)
         if self.follower is not None:
             residual = taps(self.follower, residual)
         return down.entry(residual), residual
 
     def _branch(self, h: Normed, down: Any, taps: StepTaps) -> Tensor:
-        """Return the output [T, H] of the MLP or of the experts, which is added to the residual stream."""
+        """Return the output [T, H] of the MLP or of the experts, which is added to the residual stream, as the taps of
+        the point "mlp" change it."""
+        x = self.up(h)
         if self.experts is None:
-            return down.branch(self.up(h))
-        return down.scaled(self.experts(self.up(h), LayerTaps(taps, self.name)))
+            y = down.branch(x)
+        else:
+            chosen = self.experts(x, LayerTaps(taps, self.name))
+            y = down.scaled(chosen)
+        return taps(self.name + "mlp", y)
 
     def _tap_head(self, taps: StepTaps, which: str, x: Tensor) -> Tensor:
         """Pass q or k [T, heads * dim] to the taps of the point ``which``, and return the value that these return.
 
         The taps get the elements of a head in the order of the checkpoint.  They are reordered before and after,
         because the rotary embedding here uses another order for interleaved pairs."""
+        point = self.name + which
         if self.order is None:
-            return taps(self.name + which, x)
+            return taps(point, x)
         there, back = self.order
         heads = x.unflatten(1, (-1, len(there)))
-        return taps(self.name + which, heads[..., there].flatten(1)).unflatten(1, heads.shape[1:])[..., back].flatten(1)
+        ordered = heads[..., there].flatten(1)
+        changed = taps(point, ordered).unflatten(1, heads.shape[1:])
+        return changed[..., back].flatten(1)
 
 
-def _norm(parts: ModuleParts, spec: DecoderSpec, name: str, there: bool) -> Any:
-    """Make a norm over the hidden size; return None unless ``there``."""
-    return parts.norm(name, spec.hidden, spec.norm) if there else None
+def norm_names(prefix: str, layer: LayerSpec) -> list[str | None]:
+    """Return the names of a layer's norms after attention, before the MLP and after the MLP; None means no norm.
+
+    ``prefix`` begins the names of the layer's modules."""
+    return [None if name is None else prefix + name for name in NORMS[layer.norms]]
+
+
+def _norm(parts: ModuleParts, spec: DecoderSpec, name: str | None) -> Any:
+    """Make a norm over the hidden size; return None for the name None."""
+    if name is None:
+        return None
+    return parts.norm(name, spec.hidden, spec.norm)
 
 
 def check(spec: DecoderSpec) -> None:
     """Raise ModelError for a value that a table may not have, and for values that are not implemented together."""
     for i, layer in enumerate(spec.layers):
-        kind = "default" if layer.rope is None else layer.rope.kind
-        experts = layer.mlp if isinstance(layer.mlp, Experts) else None
-        shared = experts and experts.shared
-        for name, word, known in (
-            ("norms", layer.norms, (BEFORE, AFTER, AROUND)),
-            ("qk_norm", layer.qk_norm, (None, HEAD, WIDTH, HEADS)),
-            ("mlp.activation", layer.mlp.activation, (*ACTIVATIONS, CLAMPED) if experts else ACTIVATIONS),
-            ("mlp.shared.activation", shared.activation if shared else ACTIVATIONS[0], ACTIVATIONS),
-            ("mlp.router.score", experts.router.score if experts else SOFTMAX, (SOFTMAX, CHOSEN_SOFTMAX, SIGMOID)),
-            ("rope.kind", kind, ROPE_KINDS),
-        ):
+        for name, word, known in _words(layer):
             if word not in known:
                 raise ModelError(f"layer {i}: {name}={shown(word)}: expected one of {', '.join(map(str, known))}")
         if layer.qk_norm == HEAD and spec.norm.centered:
             raise ModelError(f"layer {i}: LayerNorm of each head is not implemented: expected RMSNorm")
-        if experts and not 1 <= experts.chosen <= experts.count:
-            raise ModelError(
-                f"layer {i}: mlp.chosen={experts.chosen}: expected between 1 and mlp.count={experts.count}"
-            )
+        mlp = layer.mlp
+        if isinstance(mlp, Experts) and not 1 <= mlp.chosen <= mlp.count:
+            raise ModelError(f"layer {i}: mlp.chosen={mlp.chosen}: expected between 1 and mlp.count={mlp.count}")
         if layer.parallel and layer.norms != BEFORE:
             raise ModelError(f"layer {i}: parallel=True is only implemented with norms='before'")
         if layer.mlp_norm and not layer.parallel:
             raise ModelError(f"layer {i}: mlp_norm=True is only for parallel=True")
+
+
+def _words(layer: LayerSpec) -> Iterator[tuple[str, Any, Collection[Any]]]:
+    """Yield (field, value, accepted values) of the fields of a layer that select one of several computations."""
+    yield "norms", layer.norms, NORMS
+    yield "qk_norm", layer.qk_norm, (None, HEAD, WIDTH, HEADS)
+    mlp = layer.mlp
+    if isinstance(mlp, Experts):
+        yield "mlp.activation", mlp.activation, (*ACTIVATIONS, CLAMPED)
+        if mlp.shared:
+            yield "mlp.shared.activation", mlp.shared.activation, ACTIVATIONS
+        yield "mlp.router.score", mlp.router.score, (SOFTMAX, CHOSEN_SOFTMAX, SIGMOID)
+    else:
+        yield "mlp.activation", mlp.activation, ACTIVATIONS
+    if layer.rope is not None:
+        yield "rope.kind", layer.rope.kind, ROPE_KINDS

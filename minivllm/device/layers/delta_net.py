@@ -27,7 +27,7 @@ from minivllm.device.native import library, recurrent
 
 from . import invariant
 from .fused import Normed, NormedLinear, joined
-from .module import Module, check_shape, fill
+from .module import Module, Wanted, check_shape, fill
 from .state_layer import StateLayer, states_of
 
 EPS = 1e-6  # added to the squared length of queries and keys before the division
@@ -92,7 +92,7 @@ class DeltaNet(Module):
             ("", "dt_bias"): (spec.value_heads,),
         }
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         return {**self.shapes()}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:

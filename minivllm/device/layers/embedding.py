@@ -22,7 +22,7 @@ from minivllm.errors import ModelError, OptionError
 
 from .communicator import share_of
 from .linear import Dense, Linear, stored_by
-from .module import Module, check_shape, fill
+from .module import Module, Wanted, check_shape, fill
 
 
 class VocabRange:
@@ -66,7 +66,7 @@ class Embedding(Module):
             self.weight = torch.empty(self.range.rows, self.dim, dtype=self.dtype, device=info.device)
         self.tensors = {"weight": self.weight} if scheme is None else dict(scheme.tensors)
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         return {("", "weight"): (self.range.vocab, self.dim)}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
@@ -116,7 +116,7 @@ class LMHead(Linear):
         self.range = VocabRange(vocab, info.shard)
         self.over = group
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         mine = super().wanted()
         vocab = self.range.vocab
         return {key: shape if shape is None else (vocab, *shape[1:]) for key, shape in mine.items()}
@@ -183,7 +183,7 @@ class TiedLMHead(Module):
         self.own = LMHead(self.info, scheme, self.tied.range.vocab, self.tied.group)
         self.tensors = self.own.tensors
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         return {} if self.own is None else self.own.wanted()
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:

@@ -10,7 +10,7 @@ from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 
 from .invariant import FixedRows
 from .linear import Dense, Linear
-from .module import fill
+from .module import Wanted, fill
 
 CHOICE_BIAS = "e_score_correction_bias"
 
@@ -77,7 +77,7 @@ class RouterLinear(Linear):
             self.choice_bias = torch.empty(info.out_features, dtype=torch.float32, device=info.device)
             self.tensors[CHOICE_BIAS] = self.choice_bias
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         want = super().wanted()
         return want if self.choice_bias is None else {**want, ("", CHOICE_BIAS): tuple(self.choice_bias.shape)}
 

@@ -70,6 +70,9 @@ class Normed(NamedTuple):
         return (self.x.float() * factor).to(self.x.dtype)
 
 
+NextInput = tuple[Normed, Tensor]  # (input of the next matrix product, residual stream [T, dim])
+
+
 def row_of(x: Any) -> tuple[Any, dict[str, Tensor]]:
     """Split a GatedRow into the row and its ``tops`` as a kernel keyword; return any other x without keywords."""
     return (x.x, {"tops": x.tops}) if isinstance(x, GatedRow) else (x, {})

@@ -19,7 +19,7 @@ from minivllm.errors import ModelError
 
 from .decoder import DecoderBlock
 from .fused import Normed
-from .module import Module
+from .module import Module, Wanted
 from .module_parts import ModuleParts
 
 
@@ -78,7 +78,7 @@ class VocabularyMap(Module):
         self.marked: Tensor | None = None  # ``t2d``
         self.tensors = {"ids": self.ids}
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         return {("", param): self.shapes[param] for param in self.params}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ from minivllm.errors import ModelError, PluginError
 
 from .invariant import FixedRows
 from .matmul import Packed, matmul
-from .module import Module, check_shape, fill
+from .module import Module, Wanted, check_shape, fill
 from .stored_product import StoredProduct, stored_product
 
 GATED = 1  # mode of ``WeightScheme.joined`` in which the kernel also computes activation(gate) * up
@@ -158,11 +158,11 @@ class Linear(Module):
             self.bias = torch.empty(info.out_features, dtype=getattr(torch, info.dtype), device=info.device)
             self.tensors["bias"] = self.bias
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         info = self.info
         inputs = info.in_features * (info.shard.size if info.split == "row" else 1)
         local = (info.out_features, info.in_features)
-        want: dict[tuple[str, str], tuple[int, ...] | None] = {}
+        want: Wanted = {}
         for part, rows in info.parts:
             outputs = rows * (info.share(part).size if info.split == "column" else 1)
             for param, shape in self.scheme.params_of(part).items():

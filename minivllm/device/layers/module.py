@@ -9,6 +9,9 @@ from torch import Tensor
 
 from minivllm.errors import ModelError
 
+# (part, parameter) of a module -> shape of the checkpoint's tensor; None means that only the weight scheme can check it
+Wanted = dict[tuple[str, str], tuple[int, ...] | None]
+
 
 class Module:
     """A named owner of ``tensors``.
@@ -21,7 +24,7 @@ class Module:
         self.name = name
         self.tensors: dict[str, Tensor] = {}
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         """Return the checkpoint tensors to load: (part, parameter) -> full shape before tensor-parallel slicing.
 
         A shape of None means that only the weight scheme can check it."""

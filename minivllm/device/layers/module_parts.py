@@ -33,6 +33,11 @@ from .rotary import query_factors, rotary_tables
 from .short_conv import ShortConvolution
 from .state_layer import StateLayer
 
+PartSizes = Sequence[tuple[str, int]]  # (name, outputs) of each part of a merged linear layer
+WeightShapes = Mapping[str, tuple[Sequence[int], str | None]]  # name of a weight -> (shape, dtype)
+CosSin = tuple[Tensor, Tensor]  # rotary tables
+AnyNorm = RMSNorm | LayerNorm
+
 
 class Found(NamedTuple):
     """The checkpoint's tensors of each module, by module name, in the form of ``ModuleInfo.sources`` and ``.names``.
@@ -78,27 +83,28 @@ class ModuleParts:
         self.invariant = batch_invariant
         # ``pairs``: whether a linear layer and its neighbours may run as one kernel for few rows.  The bits of a result
         # then depend on the number of rows.
-        self.pairs = fuse and not batch_invariant and "pairs" not in unfused
+        pairs = fuse and "pairs" not in unfused
+        self.pairs = pairs and not batch_invariant
         self.fuse_norms = fuse and "norms" not in unfused
         self.fuse_gate = fuse and "gate" not in unfused
         # ``fixed_gates``: whether a gate runs in the product's kernel for any number of rows, with equal bits
         fixed = batch_invariant and self.device != "cpu"
-        self.fixed_gates = self.fuse_gate and fixed and "pairs" not in unfused
+        self.fixed_gates = fixed and pairs and self.fuse_gate
         self.described = False  # whether the model is a plain ``Decoder`` of its architecture's ``DecoderSpec``
         self.found = Found()
         self.loaded: Any = None  # ``loading.weights.LoadedRules``, once the weights are loaded
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
         self.states: list[StateLayer] = []  # memory of the layers with recurrent states
-        self._group_of: dict[int, int] | None = None
-        if groups is not None:
-            self._group_of = {layer: g for g, members in enumerate(groups) for layer in members}
+        self._group_of: dict[int, int] = {}  # KV group of each attention layer; empty if ``groups`` is None
+        for number, members in enumerate(groups or ()):
+            self._group_of |= dict.fromkeys(members, number)
         self._geometries: list[tuple] = []
         self.free_rows = 0  # rows of the rotary tables behind those of positions, for positions inside of images
-        self._tables: dict[tuple[Rope, bool], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[Rope, bool], CosSin] = {}
         self._factors: dict[tuple[Rope, bool], Tensor | None] = {}
         # index of an attention layer -> its (cos, sin) tables, for layers that rotate keys
-        self.rotations: dict[int, tuple[Tensor, Tensor]] = {}
+        self.rotations: dict[int, CosSin] = {}
 
     def add(self, module: Any) -> Any:
         """Store a module for the loader, and return it.  ValueError if another module has the same name."""
@@ -108,17 +114,20 @@ class ModuleParts:
         return module
 
     def _share(self, n: int, what: str) -> int:
-        if n % self.shard.size:
-            raise ModelError(f"{what}={n} cannot be split over {self.shard.size} processes: expected a divisor of {n}")
-        return n // self.shard.size
+        size = self.shard.size
+        if n % size:
+            raise ModelError(f"{what}={n} cannot be split over {size} processes: expected a divisor of {n}")
+        return n // size
 
-    def _info(self, name: str, kind: str, inp: int, parts: Sequence[tuple[str, int]], **more: Any) -> ModuleInfo:
-        dtype = str(self.dtype).removeprefix("torch.")
-        fields: dict[str, Any] = {"shard": self.shard, "sources": None, **more}
-        fields["names"] = self.found.names.get(name, {})
-        if self.found.sources is not None:
-            fields["sources"] = self.found.sources.get(name, {})
-        return ModuleInfo(name, kind, inp, tuple(parts), dtype, self.device, **fields)
+    def _info(self, name: str, kind: str, inp: int, parts: PartSizes, **fields: Any) -> ModuleInfo:
+        found = self.found
+        fields["names"] = found.names.get(name, {})
+        if found.sources is not None:
+            fields["sources"] = found.sources.get(name, {})
+        fields["shard"] = self.shard
+        fields["dtype"] = str(self.dtype).removeprefix("torch.")
+        fields["device"] = self.device
+        return ModuleInfo(name, kind, inp, tuple(parts), **fields)
 
     def heads(self, n: int) -> int:
         """Return how many of the model's n query heads this process has.  ModelError if n is no multiple of the
@@ -130,34 +139,31 @@ class ModuleParts:
 
         With fewer KV heads than processes each process has one head, and neighbouring processes have copies of it.
         ModelError if neither number divides the other."""
-        return 1 if self._copies(n) > 1 else self._share(n, "KV heads")
+        if self._copies(n) > 1:
+            return 1
+        return self._share(n, "KV heads")
 
     def _copies(self, kv_heads: int) -> int:
         """Return how many processes have a copy of the same KV head; 0 or 1 means that no head is copied."""
-        return 1 if self.shard.size % kv_heads else self.shard.size // kv_heads
+        size = self.shard.size
+        if size % kv_heads:
+            return 1
+        return size // kv_heads
 
-    def linear(
-        self, name: str, inp: int, parts: Sequence[tuple[str, int]], *, bias: bool = False, split: str | None = None
-    ) -> Linear:
+    def linear(self, name: str, inp: int, parts: PartSizes, *, bias: bool = False, split: str | None = None) -> Linear:
         """Make a linear layer of ``inp`` inputs.  ``parts`` are (name, outputs), stacked in one weight matrix.
 
         ``split`` is the part that the processes divide: "column" for the outputs of each part, "row" for the inputs, or
         None.  ModelError if the processes do not divide a size evenly.
         """
         inp, parts = self._shares(name, inp, parts, split)
-        return self._linear(name, inp, parts, bias, split)
+        return self._linear(name, inp, parts, bias=bias, split=split)
 
-    def _linear(
-        self,
-        name: str,
-        inp: int,
-        parts: Sequence[tuple[str, int]],
-        bias: bool,
-        split: str | None,
-        copies: Mapping[str, int] | None = None,
-    ) -> Linear:
-        info = self._info(name, "linear", inp, parts, bias=bias, split=split, copies=copies or {})
-        return self.add(Linear(info, self._scheme_or_dense(info), self.group))
+    def _linear(self, name: str, inp: int, parts: PartSizes, **fields: Any) -> Linear:
+        """Make a linear layer from this process's sizes.  ``fields`` are further fields of ``ModuleInfo``."""
+        info = self._info(name, "linear", inp, parts, **fields)
+        scheme = self._scheme_or_dense(info)
+        return self.add(Linear(info, scheme, self.group))
 
     def qkv(self, name: str, inp: int, spec: AttnSpec, bias: bool, gated: bool = False) -> Linear:
         """Make one projection with the parts "q", "k" and "v".
@@ -166,13 +172,13 @@ class ModuleParts:
         """
         heads = self.heads(spec.heads)
         kv_heads = self.kv_heads(spec.kv_heads)
-        copies = self._copies(spec.kv_heads)
         sizes = [("q", heads * spec.dim_qk)]
         sizes.append(("k", kv_heads * spec.dim_qk))
         sizes.append(("v", kv_heads * spec.dim_v))
         if gated:
             sizes.append(("gate", heads * spec.dim_v))
-        return self._linear(name, inp, sizes, bias, "column", {"k": copies, "v": copies})
+        copies = dict.fromkeys("kv", self._copies(spec.kv_heads))
+        return self._linear(name, inp, sizes, bias=bias, split="column", copies=copies)
 
     def delta_net(self, name: str, hidden: int, spec: GatedDelta) -> DeltaNet:
         """Make a gated delta net without its output projection: Normed -> [T, value_heads * value_dim] of this process.
@@ -182,14 +188,20 @@ class ModuleParts:
         self._share(spec.key_heads, f"{name}: key heads")
         keys = spec.key_heads * spec.key_dim
         values = spec.inner
-        mixed = [("q", keys), ("k", keys), ("v", values), ("z", values)]
-        gates = [("b", spec.value_heads), ("a", spec.value_heads)]
-        project = self.normed_linear(self.linear(name + ".in", hidden, mixed, split="column"))
-        gate = self.normed_linear(self.linear(name + ".gates", hidden, gates, split="column"))
+        mixed = [("q", keys), ("k", keys)]
+        mixed += [("v", values), ("z", values)]
+        gates = [(part, spec.value_heads) for part in "ba"]
+        project = self._column(name + ".in", hidden, mixed)
+        gate = self._column(name + ".gates", hidden, gates)
         where = self.dtype, self.device
         made = DeltaNet(name + ".delta", spec, self.shard, project, gate, *where, self.fuse, self.invariant)
         self.states.append(made.layer)
         return self.add(made)
+
+    def _column(self, name: str, hidden: int, parts: PartSizes, bias: bool = False) -> NormedLinear:
+        """Make a linear layer of a norm's result, whose outputs the processes divide."""
+        linear = self.linear(name, hidden, parts, bias=bias, split="column")
+        return self.normed_linear(linear)
 
     def short_conv(self, name: str, hidden: int, spec: ShortConv) -> ShortConvolution:
         """Make a gated short convolution without its output projection: Normed -> [T, inner] of this process.
@@ -197,15 +209,13 @@ class ModuleParts:
         The module of its input projection is named ``name.in``, and that of the convolution ``name.conv``.  ModelError
         if the processes do not divide the channels."""
         parts = [(part, spec.inner) for part in "bcx"]
-        project = self.normed_linear(self.linear(name + ".in", hidden, parts, bias=spec.bias, split="column"))
+        project = self._column(name + ".in", hidden, parts, spec.bias)
         where = self.dtype, self.device
         made = ShortConvolution(name + ".conv", spec, self.shard, project, *where, self.fuse)
         self.states.append(made.layer)
         return self.add(made)
 
-    def _shares(
-        self, name: str, inp: int, parts: Sequence[tuple[str, int]], split: str | None
-    ) -> tuple[int, Sequence[tuple[str, int]]]:
+    def _shares(self, name: str, inp: int, parts: PartSizes, split: str | None) -> tuple[int, PartSizes]:
         if split == "column":
             shares = [(part, self._share(rows, f"{name}.{part} outputs")) for part, rows in parts]
             return inp, shares
@@ -221,13 +231,17 @@ class ModuleParts:
         PluginError if the quantizer returns any other type."""
         scheme = self.quantizer.scheme(info)
         if scheme is not None and not isinstance(scheme, WeightScheme):
-            who = f"quantizer {type(self.quantizer).__name__}{from_file(self.quantizer)}"
+            kind = type(self.quantizer).__name__
+            who = f"quantizer {kind}{from_file(self.quantizer)}"
             raise PluginError(f"{who}: scheme() gave {shown(scheme)} for {info.name}; expected a WeightScheme, or None")
         return scheme
 
     def _scheme_or_dense(self, info: ModuleInfo) -> WeightScheme:
         """Return the quantizer's scheme for a module, or the scheme of an unquantized weight."""
-        return self._scheme(info) or Dense(info, self.pairs, invariant=self.invariant)
+        scheme = self._scheme(info)
+        if scheme is not None:
+            return scheme
+        return Dense(info, self.pairs, invariant=self.invariant)
 
     def router(
         self, name: str, inp: int, outputs: int = 1, bias: bool = False, choice_bias: bool = False
@@ -238,31 +252,34 @@ class ModuleParts:
         per expert that affects only the choice of experts.
         """
         info = self._info(name, "router", inp, [("", outputs)], bias=bias)
-        return self.add(RouterLinear(info, self._scheme_or_dense(info), choice_bias))
+        scheme = self._scheme_or_dense(info)
+        return self.add(RouterLinear(info, scheme, choice_bias))
 
-    def expert_linear(
-        self, name: str, inp: int, count: int, parts: Sequence[tuple[str, int]], bias: bool, split: str
-    ) -> ExpertLinear:
+    def expert_linear(self, name: str, inp: int, count: int, parts: PartSizes, bias: bool, split: str) -> ExpertLinear:
         """Make one linear layer that stacks the weights of ``count`` experts.
 
         Each expert has all of ``parts`` (name, outputs); the layer's parts are "0.gate", "0.up", "1.gate" ...
         ``split`` is as in ``linear``.  PluginError if the quantizer's scheme cannot store experts."""
         inp, parts = self._shares(name, inp, parts, split)
-        each = []
+        every = []
         for e in range(count):
-            each += [(f"{e}.{part}" if part else str(e), rows) for part, rows in parts]
-        info = self._info(name, "experts", inp, each, bias=bias, split=split, experts=count)
+            for part, rows in parts:
+                name_of = f"{e}.{part}" if part else str(e)
+                every.append((name_of, rows))
+        info = self._info(name, "experts", inp, every, bias=bias, split=split, experts=count)
         scheme = self._scheme(info)
-        if scheme is not None and type(scheme).expert is WeightScheme.expert:
+        if scheme is None:
+            scheme = DenseExperts(info, self.fuse)
+        kind = type(scheme)
+        if kind.expert is WeightScheme.expert:
             raise PluginError(
-                f"{type(scheme).__name__} stores no experts ({name}): use a quantizer that does, or leaves them out"
+                f"{kind.__name__} stores no experts ({name}): use a quantizer that does, or leaves them out"
             )
-        scheme = scheme or DenseExperts(info, self.fuse)
         if isinstance(scheme, DenseExperts):
             scheme.invariant = self.invariant
         return self.add(ExpertLinear(info, scheme, self.group))
 
-    def tensors(self, name: str, shapes: Mapping[str, tuple[Sequence[int], str | None]]) -> Mapping[str, Tensor]:
+    def tensors(self, name: str, shapes: WeightShapes) -> Mapping[str, Tensor]:
         """Make uninitialized weights that the architecture itself computes with, unsplit on every process.
 
         ``shapes`` maps a weight's name to its shape and dtype; a dtype of None means the model's."""
@@ -270,7 +287,8 @@ class ModuleParts:
         for param, (shape, kind) in shapes.items():
             dtype = getattr(torch, kind) if kind else self.dtype
             made[param] = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        return self.add(Tensors(name, made)).tensors
+        module = Tensors(name, made)
+        return self.add(module).tensors
 
     def embedding(self, name: str, rows: int, dim: int, whole: bool = False, packable: bool = False) -> Embedding:
         """Make an embedding of ``rows`` vectors of ``dim`` elements, split by rows over the processes.
@@ -297,54 +315,62 @@ class ModuleParts:
         checkpoint whose vocabulary the processes do not divide."""
         group = self._ranks
         size = share_of(group).size
-        even = "column" if size > 1 and vocab % size == 0 else None
+        even = vocab % size == 0
+        split = "column" if even and size > 1 else None
         here = -(-vocab // size)
-        info = self._info(name, "lm_head", inp, [("", here)], split=even)
-        sources = (info.sources or {}).values()
-        packed = any(set(source.tensors) - {"weight", "bias"} for source in sources)
-        if size > 1 and even is None and packed:
+        info = self._info(name, "lm_head", inp, [("", here)], split=split)
+        if not even and _is_packed(info):
             raise ModelError(
                 f"{name} comes quantized, and its {vocab} outputs cannot be shared by {size} processes: expected a "
                 "tensor_parallel_size that divides them"
             )
         if tied is not None:
             return self.add(TiedLMHead(info, tied, self._scheme, self.pairs, self.invariant))
-        return self.add(LMHead(info, self._scheme_or_dense(info), vocab, group))
+        scheme = self._scheme_or_dense(info)
+        return self.add(LMHead(info, scheme, vocab, group))
 
-    def norm(self, name: str, dim: int, kind: Norm | float) -> RMSNorm | LayerNorm:
+    def norm(self, name: str, dim: int, kind: Norm | float) -> AnyNorm:
         """Make a norm over ``dim`` elements.  A ``kind`` that is a number means an RMSNorm with that epsilon."""
         kind = kind if isinstance(kind, Norm) else Norm(kind)
-        if kind.centered:
-            return self.add(LayerNorm(name, dim, kind, self.dtype, self.device, self.fuse_norms))
-        return self.add(RMSNorm(name, dim, kind, self.dtype, self.device, self.fuse_norms))
+        make = LayerNorm if kind.centered else RMSNorm
+        return self.add(make(name, dim, kind, self.dtype, self.device, self.fuse_norms))
 
-    def width_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> RMSNorm | LayerNorm | SplitNorm:
+    def width_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> AnyNorm | SplitNorm:
         """Make one norm over all ``heads`` heads of ``dim`` elements together, as a projection returns them.
 
         ``keys`` means that they are KV heads, of which processes may have copies.  ModelError for a LayerNorm that is
         split over processes.
         """
+        width = heads * dim
         if self.shard.size == 1:
-            return self.norm(name, heads * dim, kind)
+            return self.norm(name, width, kind)
         if kind.centered:
             raise ModelError(f"{name}: LayerNorm over all heads is not split: set tensor_parallel_size=1")
         copies = self._copies(heads) if keys else 1
-        return self.add(SplitNorm(name, heads * dim, kind, self.dtype, self.device, self.group, copies))
+        norm = SplitNorm(name, width, kind, self.dtype, self.device, self.group, copies)
+        return self.add(norm)
 
     def heads_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> HeadsNorm:
         """Make a norm that normalises each of ``heads`` heads of ``dim`` elements separately, with its own weights.
 
         ``keys`` means that they are KV heads, of which processes may have copies.
         """
-        copies = self._copies(heads) if keys else 1
-        count = self.kv_heads(heads) if keys else self.heads(heads)
+        if keys:
+            copies = self._copies(heads)
+            count = self.kv_heads(heads)
+        else:
+            copies = 1
+            count = self.heads(heads)
         first = self.shard.rank // copies * count
         here = range(first, first + count)
-        return self.add(HeadsNorm(name, heads, here, dim, kind, self.dtype, self.device))
+        norm = HeadsNorm(name, heads, here, dim, kind, self.dtype, self.device)
+        return self.add(norm)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """Return the elementwise activation of an MLP without a gate, by its name in ``decoder.ACTIVATIONS``."""
-        return partial(invariant.activate, activation=name) if self.invariant else APPLY[name]
+        if self.invariant:
+            return partial(invariant.activate, activation=name)
+        return APPLY[name]
 
     @property
     def gate_mul(self) -> Callable[..., Tensor]:
@@ -363,21 +389,26 @@ class ModuleParts:
 
             return fused
         # torch's sigmoid on a CPU rounds an element differently at different positions
-        return invariant.gate_out if self.invariant and self.device == "cpu" else gate_out
+        positional = self.invariant and self.device == "cpu"
+        return invariant.gate_out if positional else gate_out
 
     def mlp_up(self, name: str, hidden: int, mlp: MLP) -> Callable[[Normed], Tensor]:
         """Make the first half of an MLP: Normed -> activation(gate) * up [T, inner]; without a gate, activation(up)."""
         if mlp.gated:
-            sizes = [("gate", mlp.inner), ("up", mlp.inner)]
+            sizes = [(part, mlp.inner) for part in ("gate", "up")]
             linear = self.linear(name + ".gate_up", hidden, sizes, bias=mlp.bias, split="column")
             return self.gated_linear(linear, mlp.activation)
-        linear = self.linear(name + ".up", hidden, [("", mlp.inner)], bias=mlp.bias, split="column")
-        plain = self.normed_linear(linear)
+        plain = self._column(name + ".up", hidden, [("", mlp.inner)], mlp.bias)
         activation = self.activation(mlp.activation)
-        return lambda h: activation(plain(h))
+
+        def up(h: Normed) -> Tensor:
+            return activation(plain(h))
+
+        return up
 
     def mlp_down(self, name: str, hidden: int, mlp: MLP) -> Linear:
-        return self.linear(name + ".down", mlp.inner, [("", hidden)], bias=mlp.bias, split="row")
+        out = [("", hidden)]
+        return self.linear(name + ".down", mlp.inner, out, bias=mlp.bias, split="row")
 
     def normed_linear(self, linear: Linear) -> NormedLinear:
         """Wrap a linear layer to take a Normed input: Normed -> linear(x) [T, out]; see ``device.layers.fused``."""
@@ -387,15 +418,16 @@ class ModuleParts:
         """Join a linear layer and the gate behind it: Normed -> activation(gate) * up [T, n].
 
         The output of ``linear`` is gate | up, [T, 2 n]."""
-        fuse = self.pairs or (self.fixed_gates and isinstance(linear.scheme, Dense))
+        fixed = self.fixed_gates and isinstance(linear.scheme, Dense)
+        fuse = self.pairs or fixed
         return GatedLinear(linear, self.gate_mul, fuse, activation, divides=self.fuse_gate)
 
     def linear_norm(
         self,
         linear: Linear | NormFusing,
-        norm: RMSNorm | LayerNorm | None,
+        norm: AnyNorm | None,
         whole: bool = False,
-        after: RMSNorm | LayerNorm | None = None,
+        after: AnyNorm | None = None,
         scale: float = 1.0,
     ) -> LinearNorm | Joined:
         """Join a linear layer, the addition to the residual stream and the norm of the next product.
@@ -404,40 +436,55 @@ class ModuleParts:
         ``whole`` means that the norm is computed fully, because no product follows that could divide by the root mean
         square.  With ``norm`` None the Normed holds the sum itself; ``after`` None is left out.
         """
-        if after is None and scale == 1.0 and isinstance(norm, RMSNorm):
-            if isinstance(linear, NormFusing):
-                return linear.with_norm(norm, whole)
-            return LinearNorm(linear, norm, self.pairs, whole)
-        return Joined(linear, after, norm, scale)
+        plain = after is None and scale == 1.0
+        if not plain or not isinstance(norm, RMSNorm):
+            return Joined(linear, after, norm, scale)
+        if isinstance(linear, NormFusing):
+            return linear.with_norm(norm, whole)
+        return LinearNorm(linear, norm, self.pairs, whole)
 
     def attention(self, index: int, spec: AttnSpec, name: str | None = None) -> AttentionLayer:
         """Make an attention layer and append it to ``layers`` with this process's share of the heads.
 
         ``index`` counts the layers with attention from 0; they must be made in order (ValueError).  ``spec`` has the
         sizes of the whole model.  ``name`` is the module's; None means "layers.INDEX.attn"."""
-        if index != len(self.layers):
-            raise ValueError(f"attention layer {index} made after {len(self.layers)} others: make them in order")
-        if self._group_of is None:
-            if spec.geometry not in self._geometries:
-                self._geometries.append(spec.geometry)
-            group = self._geometries.index(spec.geometry)
-        else:
-            group = self._group_of[index]
-        heads = self.heads(spec.heads)
-        slopes = spec.alibi
-        if slopes is not None:
-            if len(slopes) != spec.heads:
-                raise ModelError(
-                    f"layer {index}: alibi has {len(slopes)} slopes: expected one for each of {spec.heads} heads"
-                )
-            slopes = slopes[self.shard.rank * heads : (self.shard.rank + 1) * heads]
-        local = replace(spec, heads=heads, kv_heads=self.kv_heads(spec.kv_heads), alibi=slopes)
+        made = len(self.layers)
+        if index != made:
+            raise ValueError(f"attention layer {index} made after {made} others: make them in order")
+        local = replace(
+            spec, heads=self.heads(spec.heads), kv_heads=self.kv_heads(spec.kv_heads), alibi=self._slopes(index, spec)
+        )
+        group = self._kv_group(index, spec)
         layer = AttnLayer(index, group, local)
         self.layers.append(layer)
         name = name or f"layers.{index}.attn"
         return self.add(AttentionLayer(name, layer, self.backend, self.device, self.shard))
 
-    def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]:
+    def _kv_group(self, index: int, spec: AttnSpec) -> int:
+        """Return the KV group of attention layer ``index``."""
+        if self._group_of:
+            return self._group_of[index]
+        geometry = spec.geometry
+        if geometry not in self._geometries:
+            self._geometries.append(geometry)
+        return self._geometries.index(geometry)
+
+    def _slopes(self, index: int, spec: AttnSpec) -> tuple[float, ...] | None:
+        """Return the ALiBi slopes of this process's heads; None if the layer has none.
+
+        ModelError if the number of slopes is not the number of heads of the whole model."""
+        slopes = spec.alibi
+        if slopes is None:
+            return None
+        if len(slopes) != spec.heads:
+            raise ModelError(
+                f"layer {index}: alibi has {len(slopes)} slopes: expected one for each of {spec.heads} heads"
+            )
+        heads = self.heads(spec.heads)
+        first = self.shard.rank * heads
+        return slopes[first : first + heads]
+
+    def rotary(self, rope: Rope, twice: bool = False) -> CosSin:
         """Return the cos and sin tables of ``rotary.rotary_tables`` for all positions that the engine allows.
 
         Layers of equal ``rope`` share the tables.  ModelError for a rope that changes with the length of a request
@@ -448,13 +495,18 @@ class ModuleParts:
             )
         key = (rope, twice)
         if key not in self._tables:
-            cos, sin = rotary_tables(rope, self.backend.ctx.max_len + 1, self.device, twice)
+            cos, sin = rotary_tables(rope, self._positions, self.device, twice)
             if self.free_rows:
                 free = cos.new_zeros(self.free_rows, cos.shape[1])
                 cos = torch.cat((cos, free))
                 sin = torch.cat((sin, free))
             self._tables[key] = cos, sin
         return self._tables[key]
+
+    @property
+    def _positions(self) -> int:
+        """Return the number of positions that the engine allows."""
+        return self.backend.ctx.max_len + 1
 
     def query_factors(self, rope: Rope, twice: bool = False) -> Tensor | None:
         """Return the factors of ``rotary.query_factors`` for the rows of ``rotary``, None if queries have none.
@@ -463,13 +515,20 @@ class ModuleParts:
         """
         key = (rope, twice)
         if key not in self._factors:
-            length = self.backend.ctx.max_len + 1
-            factors = query_factors(rope, length, self.device, self.dtype, twice)
+            factors = query_factors(rope, self._positions, self.device, self.dtype, twice)
             if factors is not None and self.free_rows:
-                factors = torch.cat((factors, factors.new_ones(self.free_rows)))
+                free = factors.new_ones(self.free_rows)
+                factors = torch.cat((factors, free))
             self._factors[key] = factors
         return self._factors[key]
 
-    def rotary_tables(self) -> list[tuple[Tensor, Tensor]]:
+    def rotary_tables(self) -> list[CosSin]:
         """Return the cos and sin of all rotary tables.  ``free_rows`` rows of zeros follow the rows of positions."""
         return list(self._tables.values())
+
+
+def _is_packed(info: ModuleInfo) -> bool:
+    """Return whether the checkpoint has other tensors of a module than a plain weight and bias."""
+    sources = info.sources or {}
+    params = {param for source in sources.values() for param in source.tensors}
+    return not params <= {"weight", "bias"}

@@ -16,11 +16,11 @@ import torch
 
 from minivllm.core.interfaces.plan import StepPlan, merged, rows_with_drafts
 from minivllm.device.native import library
-from minivllm.device.native.program import DRAW, FORMATS, LOGITS, HeadStates, address
+from minivllm.device.native.program import DRAW, FORMATS, LOGITS, HeadStates, Program, address
 from minivllm.device.native.recurrent import rows_of as state_rows
 from minivllm.errors import PluginError
 
-from .lowering import HeadLowering, NotLowered, lower
+from .lowering import HeadLowering, Lowering, NotLowered
 from .pooling import pool, rows_of, used_tokens
 from .stored_product import widened
 
@@ -78,9 +78,8 @@ class NativeSteps:
         threads = torch.get_num_threads()
         self._dtype = getattr(torch, wiring.dtype)
         self.most_tokens = MANY_TOKENS if widened(self._dtype) else MOST_TOKENS
-        made = lower(
-            model, parts.modules, parts.layers, self.columns, threads, self.most_tokens, rows, room, None, adapters
-        )
+        program = Program(threads, self.most_tokens, self.columns)
+        made = Lowering(model, parts, program, rows, state.block, room, adapters=adapters)
         if self.watched is not None:
             made.keep_states(self.watched.memory)
         self.program = made.program
@@ -298,10 +297,8 @@ class NativeHead:
             columns["rope_first"] = None
         threads = torch.get_num_threads()
         rows = min(len(state.stopped), MOST_TOKENS)
-        made = lower(
-            model, parts.modules, parts.layers, columns, threads, MOST_TOKENS, rows, room, narrowed=steps.narrowed
-        )
-        assert isinstance(made, HeadLowering)
+        program = Program(threads, MOST_TOKENS, columns)
+        made = HeadLowering(model, parts, program, rows, state.block, room, narrowed=steps.narrowed)
         self.program = made.program
         self.hidden = made.hidden
         self.states = made.states

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.decoder import Norm
 
-from .module import Module, check_shape, fill
+from .module import Module, Wanted, check_shape, fill
 
 
 class RMSNorm(Module):
@@ -75,7 +75,7 @@ class SplitNorm(Module):
         self.weight = torch.empty(dim // self.shares, dtype=kept, device=device)
         self.tensors = {"weight": self.weight}
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         return {("", "weight"): (self.dim,)}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
@@ -137,7 +137,7 @@ class HeadsNorm(Module):
         self.weight = torch.empty(len(here), dim, dtype=kept, device=device)
         self.tensors = {"weight": self.weight}
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         return {(str(head), "weight"): (self.dim,) for head in range(self.heads)}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:

@@ -20,7 +20,7 @@ from minivllm.core.interfaces.quantizer import Shard
 from minivllm.core.interfaces.states import COPIES, StepStates
 
 from .fused import Normed
-from .module import Module, check_shape, fill
+from .module import Module, Wanted, check_shape, fill
 from .state_layer import StateLayer, states_of
 
 
@@ -65,7 +65,7 @@ class ShortConvolution(Module):
             shapes["bias"] = (self.spec.inner,)
         return shapes
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def wanted(self) -> Wanted:
         return {("", name): shape for name, shape in self.shapes().items()}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
