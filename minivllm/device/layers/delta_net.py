@@ -30,6 +30,8 @@ from .fused import Normed, NormedLinear, joined
 from .module import Module, Wanted, check_shape, fill
 from .state_layer import StateLayer, states_of
 
+Sizes = tuple[int, int, int, int]  # key heads, value heads, key dim and value dim
+Shapes = dict[tuple[str, str], tuple[int, ...]]
 EPS = 1e-6  # added to the squared length of queries and keys before the division
 
 
@@ -60,6 +62,7 @@ class DeltaNet(Module):
         self.key_heads = spec.key_heads // shard.size
         self.heads = spec.value_heads // shard.size
         keys = self.key_heads * spec.key_dim
+        self.sizes: Sizes = (self.key_heads, self.heads, spec.key_dim, spec.value_dim)
         self.inner = self.heads * spec.value_dim
         self.widths = [keys, keys, self.inner]
         self.channels = 2 * keys + self.inner
@@ -67,7 +70,8 @@ class DeltaNet(Module):
         self.norm = torch.empty(spec.value_dim, dtype=dtype, device=device)
         self.rates = torch.empty(self.heads, dtype=torch.float32, device=device)
         self.dt_bias = torch.empty_like(self.rates)
-        self.tensors = {"conv": self.conv, "norm": self.norm}
+        self.tensors["conv"] = self.conv
+        self.tensors["norm"] = self.norm
         self.tensors["A_log"] = self.rates
         self.tensors["dt_bias"] = self.dt_bias
         self.layer = StateLayer(spec.state(shard.size))
@@ -75,22 +79,23 @@ class DeltaNet(Module):
         self.both: NormedLinear | None = None  # one layer with the products of ``project`` and ``gates``, or None
         # whether the native CPU library computes the delta rule; it reads the convolution's weight as f32 [width,
         # channels]
-        self.native = device == "cpu" and not fuse and library.load() is not None
+        plain = device == "cpu" and not fuse
+        self.native = plain and library.load() is not None
         self.native_conv: Tensor | None = None
         if fuse:
             from minivllm.device.kernels import delta_rule
 
-            self.fused = delta_rule if spec.width - 1 <= delta_rule.MOST_TAPS else None
+            if spec.width - 1 <= delta_rule.MOST_TAPS:
+                self.fused = delta_rule
 
-    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         """Return the shapes of the checkpoint's tensors by part and name."""
         spec = self.spec
-        return {
-            ("conv", "weight"): (spec.channels, 1, spec.width),
-            ("norm", "weight"): (spec.value_dim,),
-            ("", "A_log"): (spec.value_heads,),
-            ("", "dt_bias"): (spec.value_heads,),
-        }
+        shapes: Shapes = {("conv", "weight"): (spec.channels, 1, spec.width)}
+        shapes["norm", "weight"] = (spec.value_dim,)
+        for param in ("A_log", "dt_bias"):
+            shapes["", param] = (spec.value_heads,)
+        return shapes
 
     def wanted(self) -> Wanted:
         return {**self.shapes()}
@@ -98,7 +103,8 @@ class DeltaNet(Module):
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         rank = self.shard.rank
         size = self.shard.size
-        check_shape(tensor, self.shapes()[part, param])
+        shape = self.shapes()[part, param]
+        check_shape(tensor, shape)
         if part == "conv":
             widths = [width * size for width in self.widths]
             sections = tensor.squeeze(1).split(widths)
@@ -107,7 +113,8 @@ class DeltaNet(Module):
         elif part == "norm":
             fill(self.norm, tensor)
         else:
-            fill(self.tensors[param], tensor.chunk(size)[rank])
+            mine = tensor.chunk(size)[rank]
+            fill(self.tensors[param], mine)
 
     def finish(self) -> None:
         self.rates.exp_()
@@ -127,47 +134,50 @@ class DeltaNet(Module):
     def _inputs(self, h: Normed) -> tuple[Tensor, Tensor, Tensor]:
         """Return q | k | v [T, channels], z [T, value_heads * value_dim] and b | a [T, 2 * value_heads]."""
         widths = [self.channels, self.inner]
-        if self.both is not None and not self.project.linear.adapted:
-            x, z, ab = self.both(h).split([*widths, 2 * self.heads], dim=-1)
-            return x, z, ab
-        x, z = self.project(h).split(widths, dim=-1)
-        return x, z, self.gates(h)
+        if self.both is None or self.project.linear.adapted:
+            mixed = self.project(h)
+            x, z = mixed.split(widths, dim=-1)
+            return x, z, self.gates(h)
+        mixed = self.both(h)
+        widths.append(2 * self.heads)
+        x, z, ab = mixed.split(widths, dim=-1)
+        return x, z, ab
 
     def structure(self) -> recurrent.DeltaLayer:
         """Return the struct by which the native library finds this layer's weights and the memory of its states."""
         assert self.native_conv is not None
-        spec = self.spec
-        sizes = self.key_heads, self.heads, spec.key_dim, spec.value_dim
-        return recurrent.delta_layer(self.native_conv, self.rates, self.dt_bias, self.layer.memory, sizes)
+        weights = self.native_conv, self.rates, self.dt_bias
+        return recurrent.delta_layer(*weights, self.layer.memory, self.sizes)
 
     def __call__(self, h: Normed, step: StepTensors) -> Tensor:
         """Return the outputs [T, value_heads * value_dim] of this process's heads.  PluginError if the step has no
         states."""
-        spec = self.spec
+        eps = self.spec.eps
         states = states_of(step)
         x, z, ab = self._inputs(h)
         if self.native_conv is not None:
             o = recurrent.scan(self.structure(), x, ab, states)
             silu = invariant.activate if self.invariant else F.silu
-            return gated_norm(o, z, self.norm, spec.eps, silu)
+            return gated_norm(o, z, self.norm, eps, silu)
         weights = self.conv, self.rates, self.dt_bias
-        sizes = self.key_heads, self.heads, spec.key_dim, spec.value_dim
+        at = self.layer.memory, self.sizes, states
         if self.fused is None:
-            o = scan(x, ab, *weights, self.layer.memory, sizes, states)
-            return gated_norm(o, z, self.norm, spec.eps)
-        at = self.layer.memory, sizes, states, self.invariant
-        return self.fused.mix(x, ab, z, weights, self.norm, spec.eps, *at)
+            o = scan(x, ab, *weights, *at)
+            return gated_norm(o, z, self.norm, eps)
+        return self.fused.mix(x, ab, z, weights, self.norm, eps, *at, self.invariant)
 
 
-def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, silu: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, silu: Callable[..., Tensor] = F.silu) -> Tensor:
     """Return RMSNorm(o) * weight * silu(z) [T, heads * dim], of o [T, heads, dim] and z [T, heads * dim]."""
     wide = o.float()
     mean = wide.square().mean(-1, keepdim=True)
-    normed = wide * torch.rsqrt(mean + eps)
+    scale = torch.rsqrt(mean + eps)
+    normed = wide * scale
     weighted = weight * normed.to(o.dtype)
     gate = silu(z.float()).view(o.shape)
     gated = weighted.float() * gate
-    return gated.to(o.dtype).flatten(1)
+    narrow = gated.to(o.dtype)
+    return narrow.flatten(1)
 
 
 def scan(
@@ -177,7 +187,7 @@ def scan(
     rates: Tensor,
     dt_bias: Tensor,
     memory: dict[str, Tensor],
-    sizes: tuple[int, int, int, int],
+    sizes: Sizes,
     step: StepStates,
 ) -> Tensor:
     """Return the outputs of the delta rule [T, value heads, value dim], and bring states and rings up to date.
@@ -187,19 +197,14 @@ def scan(
     [states, heads, key dim, value dim], ``ring`` [states, places, channels] and ``gates`` [states, places, 2 * heads].
     ``sizes`` are key heads, value heads, key dim and value dim.  Tokens of no row get zeros.
     """
-    key_heads, heads, key_dim, value_dim = sizes
+    _, heads, _, value_dim = sizes
     packed = _FoldedTokens(x, ab, memory, step)
-    mixed = F.silu(packed.convolved(weight.float()))
-    keys = key_heads * key_dim
-    q, k, v = mixed.split([keys, keys, heads * value_dim], dim=-1)
-    repeat = heads // key_heads
-    q = _unit(q.view(-1, key_heads, key_dim)).repeat_interleave(repeat, 1)
-    q = q * key_dim**-0.5
-    k = _unit(k.view(-1, key_heads, key_dim)).repeat_interleave(repeat, 1)
-    v = v.reshape(-1, heads, value_dim)
+    mixed = packed.convolved(weight.float())
+    q, k, v = _split_heads(F.silu(mixed), sizes)
     b, a = packed.gates.split(heads, dim=-1)
-    keep = torch.exp(-rates * F.softplus(a + dt_bias))
-    write = b.sigmoid()
+    decay = rates * F.softplus(a + dt_bias)
+    keep = torch.exp(-decay)[..., None, None]
+    write = b.sigmoid()[..., None]
     out = x.new_zeros(len(x), heads, value_dim)
     state = memory["state"]
     base = packed.base(state)
@@ -207,9 +212,9 @@ def scan(
         on = packed.on(i)  # rows that have a token i
         t = packed.first[on] + i
         kt = k[t]
-        here = base[on] * keep[t][..., None, None]
+        here = base[on] * keep[t]
         read = torch.einsum("rhkv,rhk->rhv", here, kt)
-        error = (v[t] - read) * write[t][..., None]
+        error = (v[t] - read) * write[t]
         here = here + kt[..., None] * error[:, :, None, :]
         base[on] = here
         packed.store(state, base, i)
@@ -223,9 +228,26 @@ def scan(
     return out
 
 
+def _split_heads(mixed: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k [E, value heads, key dim] and v [E, value heads, value dim] of ``mixed``, q | k | v [E, channels].
+
+    q and k have unit length, and q is divided by sqrt(key dim)."""
+    key_heads, heads, key_dim, value_dim = sizes
+    keys = key_heads * key_dim
+    q, k, v = mixed.split([keys, keys, heads * value_dim], dim=-1)
+    q = _unit(q.view(-1, key_heads, key_dim))
+    k = _unit(k.view(-1, key_heads, key_dim))
+    repeat = heads // key_heads
+    q = q.repeat_interleave(repeat, 1)
+    k = k.repeat_interleave(repeat, 1)
+    v = v.reshape(-1, heads, value_dim)
+    return q * key_dim**-0.5, k, v
+
+
 def _unit(x: Tensor) -> Tensor:
     """Return x [..., dim] divided by its Euclidean length."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+    squares = x.square().sum(-1, keepdim=True)
+    return x * torch.rsqrt(squares + EPS)
 
 
 class _FoldedTokens:
@@ -243,7 +265,7 @@ class _FoldedTokens:
         size = self.n + self.fold
         self.first = size.cumsum(0) - size  # index of each row's first token among the E tokens
         self.size = size
-        self.longest = int(size.max()) if len(size) else 0
+        self.longest = max(size.tolist(), default=0)
         rows = torch.arange(len(size), device=x.device)
         self.row = torch.repeat_interleave(rows, size)
         index = torch.arange(len(self.row), device=x.device)
@@ -251,7 +273,8 @@ class _FoldedTokens:
         self.position = self.begin[self.row] + offset
         self.folded = offset < self.fold[self.row]
         first_new = starts - self.fold
-        self.source = (first_new[self.row] + offset).clamp(min=0)  # index in x
+        source = first_new[self.row] + offset
+        self.source = source.clamp(min=0)  # index in x
         self.ring = memory["ring"]
         self.x = x
         gates = self._from(ab, memory["gates"], self.position, self.source, self.folded)
@@ -262,10 +285,13 @@ class _FoldedTokens:
 
         Inputs before position 0 are zero."""
         state = self.step.rows[self.row]
-        kept = ring[state, position % ring.shape[1]]
+        place = position % ring.shape[1]
+        kept = ring[state, place]
         last = max(len(new) - 1, 0)
-        found = torch.where(old[:, None], kept, new[source.clamp(0, last)])
-        return found.masked_fill((position < 0)[:, None], 0)
+        given = new[source.clamp(0, last)]
+        found = torch.where(old[:, None], kept, given)
+        before = position < 0
+        return found.masked_fill(before[:, None], 0)
 
     def convolved(self, weight: Tensor) -> Tensor:
         """Return the causal convolution f32 [E, channels] of the inputs, with ``weight`` [channels, width]."""
@@ -275,21 +301,25 @@ class _FoldedTokens:
         first_new = self.step.start.long()[self.row]
         for lag in range(width):
             position = self.position - lag
-            inputs = self._from(self.x, self.ring, position, self.source - lag, position < first_new)
+            source = self.source - lag
+            old = position < first_new
+            inputs = self._from(self.x, self.ring, position, source, old)
             total += inputs.float() * weight[:, width - 1 - lag]
         return total
 
     def base(self, state: Tensor) -> Tensor:
         """Return the states f32 [R, heads, key dim, value dim] before the first token of each row: zeros for a new
         sequence, NaN for a state that does not fit."""
-        is_first = (self.begin == 0).view(-1, 1, 1, 1)
-        unusable = (self.step.behind < 0).view(-1, 1, 1, 1)
-        found = state[self.step.rows].masked_fill(is_first, 0.0)
-        return found.masked_fill(unusable, torch.nan)
+        is_first = self.begin == 0
+        unusable = self.step.behind < 0
+        found = state[self.step.rows]
+        found = found.masked_fill(is_first.view(-1, 1, 1, 1), 0.0)
+        return found.masked_fill(unusable.view(-1, 1, 1, 1), torch.nan)
 
     def on(self, i: int) -> Tensor:
         """Return the indices i64 [n] of the rows that have more than i tokens."""
-        return (self.size > i).nonzero()[:, 0]
+        longer = self.size > i
+        return longer.nonzero()[:, 0]
 
     def _certain(self) -> Tensor:
         """Return how many tokens of each row are certain: all, but of a row with drafts only those up to its first new
@@ -301,13 +331,16 @@ class _FoldedTokens:
         """Store the state after token i of each row if it is the last one, the last before its drafts, or one of which
         a copy is requested."""
         step = self.step
-        last = torch.where(step.drafts, self.fold, self.size) == i + 1
+        kept = torch.where(step.drafts, self.fold, self.size)
+        last = kept == i + 1
         state[step.rows[last]] = base[last]
         end = self.begin + i + 1
         certain = i < self._certain()
-        saved = (step.save_at == end[:, None]) & certain[:, None]
+        requested = step.save_at == end[:, None]
+        saved = requested & certain[:, None]
         row, which = saved.nonzero(as_tuple=True)
-        state[step.save_to[row, which]] = base[row]
+        copies = step.save_to[row, which]
+        state[copies] = base[row]
 
     def keep(self, ring: Tensor, new: Tensor) -> None:
         """Store the newest inputs of each row in its ring; for a requested copy of a state also the inputs before
@@ -316,16 +349,18 @@ class _FoldedTokens:
         places = ring.shape[1]
         end = self.begin + self._certain()
         after = step.save_at > self.begin[:, None]
-        saved = after & (step.save_at <= end[:, None])
+        reached = step.save_at <= end[:, None]
+        saved = after & reached
         for r, which in saved.nonzero().tolist():
             at = int(step.save_at[r, which])
             start = int(step.start[r])
-            token = int(step.cu_q[r])
+            first_new = int(step.cu_q[r]) - start
             to = step.save_to[r, which]
-            for p in range(max(at - self.taps, 0), at):
+            begin = max(at - self.taps, 0)
+            for p in range(begin, at):
                 place = p % places
                 if p >= start:
-                    ring[to, place] = new[token + p - start]
+                    ring[to, place] = new[first_new + p]
                 else:
                     ring[to, place] = ring[step.rows[r], place].clone()
         index = torch.arange(len(self.row), device=new.device)

@@ -23,6 +23,8 @@ from .fused import Normed
 from .module import Module, Wanted, check_shape, fill
 from .state_layer import StateLayer, states_of
 
+Shapes = dict[str, tuple[int, ...]]
+
 
 class ShortConvolution(Module):
     """A gated short convolution: Normed [T, hidden] -> [T, inner], for the channels of this process.
@@ -46,7 +48,7 @@ class ShortConvolution(Module):
         self.project = project
         channels = spec.inner // shard.size
         self.weight = torch.empty(channels, spec.width, dtype=dtype, device=device)
-        self.tensors = {"weight": self.weight}
+        self.tensors["weight"] = self.weight
         self.bias: Tensor | None = None
         if spec.bias:
             self.bias = torch.empty(channels, dtype=dtype, device=device)
@@ -58,18 +60,20 @@ class ShortConvolution(Module):
 
             self.convolve = short_conv.convolve
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> Shapes:
         """Return the shapes of the checkpoint's tensors by name."""
-        shapes: dict[str, tuple[int, ...]] = {"weight": (self.spec.inner, 1, self.spec.width)}
-        if self.spec.bias:
-            shapes["bias"] = (self.spec.inner,)
+        spec = self.spec
+        shapes: Shapes = {"weight": (spec.inner, 1, spec.width)}
+        if spec.bias:
+            shapes["bias"] = (spec.inner,)
         return shapes
 
     def wanted(self) -> Wanted:
         return {("", name): shape for name, shape in self.shapes().items()}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
-        check_shape(tensor, self.shapes()[param])
+        shape = self.shapes()[param]
+        check_shape(tensor, shape)
         here = tensor.chunk(self.shard.size)[self.shard.rank]
         if param == "weight":
             here = here.squeeze(1)
@@ -79,7 +83,8 @@ class ShortConvolution(Module):
         """Return the outputs [T, inner] of this process's channels.  PluginError if the step has no states."""
         states = states_of(step)
         mixed = self.project(h)
-        return self.convolve(mixed, self.weight, self.bias, self.layer.memory["ring"], states)
+        ring = self.layer.memory["ring"]
+        return self.convolve(mixed, self.weight, self.bias, ring, states)
 
 
 def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, step: StepStates) -> Tensor:
@@ -93,20 +98,25 @@ def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, s
     if not len(u):
         return u
     width = weight.shape[1]
+    factors = weight.float()
     index = torch.arange(len(u), device=u.device)
     last = len(step.rows) - 1
     wanted = index.to(step.cu_q.dtype)
-    row = torch.searchsorted(step.cu_q[1:], wanted, right=True).clamp(max=last)
+    row = torch.searchsorted(step.cu_q[1:], wanted, right=True)
+    row = row.clamp(max=last)
     offset = index - step.cu_q[row]
     position = step.start[row] + offset
     state = step.rows[row]
-    total = u.float() * weight[:, width - 1].float()
+    total = u.float() * factors[:, width - 1]
     for lag in range(1, width):
-        kept = ring[state, (position - lag) % ring.shape[1]]
-        new = u[(index - lag).clamp(min=0)]
-        inputs = torch.where((offset >= lag)[:, None], new, kept)
-        inputs = inputs.masked_fill((position < lag)[:, None], 0)
-        total = total + inputs.float() * weight[:, width - 1 - lag].float()
+        place = (position - lag) % ring.shape[1]
+        kept = ring[state, place]
+        source = (index - lag).clamp(min=0)
+        fresh = offset >= lag
+        inputs = torch.where(fresh[:, None], u[source], kept)
+        before = position < lag
+        inputs = inputs.masked_fill(before[:, None], 0)
+        total = total + inputs.float() * factors[:, width - 1 - lag]
     if bias is not None:
         total = total + bias.float()
     unusable = (step.behind < 0)[row]
@@ -126,6 +136,7 @@ def keep(ring: Tensor, new: Tensor, step: StepStates, taps: int) -> None:
     first = step.cu_q[:-1]
     n = step.cu_q[1:] - first
     certain = torch.where(step.drafts, n.clamp(max=1), n)
+    certain_end = step.start + certain
     begin = step.start - step.behind.clamp(min=0)
     old = ring[step.rows]
     _, values = _newest(old, new, step.start + n, step)
@@ -134,12 +145,16 @@ def keep(ring: Tensor, new: Tensor, step: StepStates, taps: int) -> None:
     for which in range(COPIES):
         at = step.save_at[:, which]
         to = step.save_to[:, which]
-        saved = (at > begin) & (at <= step.start + certain)
+        after = at > begin
+        saved = after & (at <= certain_end)
         position, copied = _newest(old, new, at, step)
-        read = (position >= (at - taps)[:, None]) & (position >= 0)
+        oldest = (at - taps).clamp(min=0)
+        read = position >= oldest[:, None]
         copied = torch.where(read[..., None], copied, ring[to])
-        targets.append(torch.where(saved, to, step.rows))
-        written.append(torch.where(saved[:, None, None], copied, values))
+        copied = torch.where(saved[:, None, None], copied, values)
+        written.append(copied)
+        target = torch.where(saved, to, step.rows)
+        targets.append(target)
     ring[torch.cat(targets)] = torch.cat(written)
 
 
@@ -147,10 +162,13 @@ def _newest(old: Tensor, new: Tensor, end: Tensor, step: StepStates) -> tuple[Te
     """Return for each place of a ring the newest position [R, places] before ``end`` [R] that it stores, and its input.
 
     Inputs of positions before the step are those of ``old`` [R, places, channels]."""
-    place = torch.arange(old.shape[1], device=old.device)
+    places = old.shape[1]
+    place = torch.arange(places, device=old.device)
+    start = step.start[:, None]
     last = end[:, None] - 1
-    position = last - (last - place) % old.shape[1]
-    token = step.cu_q[:-1, None] + position - step.start[:, None]
+    age = (last - place) % places
+    position = last - age
+    token = step.cu_q[:-1, None] + position - start
     inputs = new[token.clamp(0, len(new) - 1)]
-    fresh = position >= step.start[:, None]
+    fresh = position >= start
     return position, torch.where(fresh[..., None], inputs, old)
