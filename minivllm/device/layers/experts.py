@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.decoder import CHOSEN_SOFTMAX, CLAMPED, SIGMOID, Experts, Router
 
-from .fused import Joined, Normed, NormedLinear, NormFusing
+from .fused import Joined, NextInput, Normed, NormedLinear, NormFusing
 from .linear import Dense, Linear, stored_by
 from .module_parts import ModuleParts
 from .norm import RMSNorm
@@ -32,9 +32,12 @@ from .taps import LayerTaps
 RouterHook = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+Choice = tuple[Tensor, Tensor]  # (weights f32 [T, k], ids i32 [T, k]) of the chosen experts of each token
+
+
 def route(
     logits: Tensor, chosen: int, router: Router, choice_bias: Tensor | None = None, given: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Choice:
     """Choose experts for each token: logits [T, E] -> weights f32 [T, chosen] and ids i32 [T, chosen], best first.
 
     Of equal scores the lower id comes first.  An expert whose logit is -inf is chosen only after all others.
@@ -48,8 +51,10 @@ def route(
     elif router.score != CHOSEN_SOFTMAX:
         scores = torch.softmax(scores, dim=-1)
     choice = scores if choice_bias is None else scores + choice_bias
-    choice = choice.masked_fill(logits == -torch.inf, -torch.inf)
-    ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :chosen]
+    excluded = logits == -torch.inf
+    choice = choice.masked_fill(excluded, -torch.inf)
+    order = torch.sort(choice, dim=-1, descending=True, stable=True)
+    ids = order.indices[:, :chosen]
     if given is not None:
         ids = torch.where(given >= 0, given.long(), ids)
     weights = scores.gather(1, ids)
@@ -59,10 +64,13 @@ def route(
         total = weights[:, 0]
         for s in range(1, chosen):  # a loop, because the bits of ``torch.sum`` for a row depend on the other rows
             total = total + weights[:, s]
-        weights = weights / (total + floor_of(router))[:, None]
+        total = total + floor_of(router)
+        weights = weights / total[:, None]
     if router.scale != 1.0:
         weights = weights * router.scale
-    return (weights.to(logits.dtype).float() if router.rounded else weights), ids.int()
+    if router.rounded:
+        weights = weights.to(logits.dtype).float()
+    return weights, ids.int()
 
 
 def floor_of(router: Router) -> float:
@@ -84,8 +92,10 @@ def clamped_gate(x: Tensor, limit: float | None, alpha: float) -> Tensor:
     if limit is not None:
         gate = gate.clamp(max=limit)
         up = up.clamp(-limit, limit)
-    gate = gate / (gate * -alpha).exp_().add_(1.0)
-    return (gate * (up + 1.0)).to(x.dtype)
+    divisor = (gate * -alpha).exp_().add_(1.0)
+    gate = gate / divisor
+    y = gate * (up + 1.0)
+    return y.to(x.dtype)
 
 
 def kernels_serve(parts: ModuleParts, hidden: int, inner: int) -> bool:
@@ -95,10 +105,14 @@ def kernels_serve(parts: ModuleParts, hidden: int, inner: int) -> bool:
     the width of this process's share."""
     if not parts.device.startswith("cuda"):
         return False
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(parts.device)[0] >= 12:
-        return False
+    if torch.cuda.is_available():
+        major, _ = torch.cuda.get_device_capability(parts.device)
+        if major >= 12:
+            return False
+    if parts.invariant:
+        return True
     whole = all(n * parts.dtype.itemsize % 16 == 0 for n in (hidden, inner))
-    return parts.invariant or (parts.fuse and whole)
+    return parts.fuse and whole
 
 
 class Mixture(NormFusing):
@@ -115,9 +129,10 @@ class Mixture(NormFusing):
         self.router = parts.router(name + ".router", hidden, n, router.bias, router.choice_bias)
         self.logits = parts.normed_linear(self.router)
         inner = spec.inner
-        both = [("gate", inner), ("up", inner)]
+        both = [(part, inner) for part in ("gate", "up")]
+        out = [("", hidden)]
         self.gate_up = parts.expert_linear(name + ".experts.gate_up", hidden, n, both, spec.bias, "column")
-        self.down = parts.expert_linear(name + ".experts.down", inner, n, [("", hidden)], spec.bias, "row")
+        self.down = parts.expert_linear(name + ".experts.down", inner, n, out, spec.bias, "row")
         self.gate = partial(parts.gate_mul, activation=spec.activation)
         if spec.activation == CLAMPED:
             self.gate = partial(clamped_gate, limit=spec.limit, alpha=spec.alpha)
@@ -132,11 +147,14 @@ class Mixture(NormFusing):
         mlp = self.spec.shared
         self.shared: tuple[Callable[[Normed], Tensor], Linear] | None = None
         if mlp is not None:
-            up = parts.mlp_up(name + ".shared", hidden, mlp)
-            self.shared = up, parts.mlp_down(name + ".shared", hidden, mlp)
+            name_of = name + ".shared"
+            up = parts.mlp_up(name_of, hidden, mlp)
+            down = parts.mlp_down(name_of, hidden, mlp)
+            self.shared = up, down
         self.shared_gate: NormedLinear | None = None
         if self.spec.shared_gate:
-            self.shared_gate = parts.normed_linear(parts.router(name + ".shared_gate", hidden))
+            gate = parts.router(name + ".shared_gate", hidden)
+            self.shared_gate = parts.normed_linear(gate)
 
     def __call__(self, h: Normed, tap: LayerTaps | None = None) -> Tensor:
         """Return the weighted sum [T, H] of the chosen experts, and the shared MLP if there is one.
@@ -148,11 +166,16 @@ class Mixture(NormFusing):
             h = Normed(h.finished())
         weights, ids = self.choose(h, tap)
         if self.adds_shared:
-            return self.kernel()(h.x, ids, weights, h.squares, h.eps, None, self._shared_output(h))[0]
+            shared = self._shared_output(h)
+            y, _ = self.kernel()(h.x, ids, weights, h.squares, h.eps, None, shared)
+            return y
         y = self.products(h, ids, weights)
         if self.down.reduce:
             self.down.group.all_reduce(y)
-        return y if self.shared is None else y.add_(self._of_shared(h, *self.shared))
+        if self.shared is None:
+            return y
+        up, down = self.shared
+        return y.add_(self._of_shared(h, up, down))
 
     @contextmanager
     def tapped(self, taps: LayerTaps) -> Iterator[None]:
@@ -165,7 +188,7 @@ class Mixture(NormFusing):
         finally:
             self.taps = None
 
-    def choose(self, h: Normed, tap: LayerTaps | None = None) -> tuple[Tensor, Tensor]:
+    def choose(self, h: Normed, tap: LayerTaps | None = None) -> Choice:
         """Choose k experts for each token of ``h``: weights f32 [T, k] and ids i32 [T, k].
 
         ``tap`` may record or change the logits of the router, set the experts if there is no router hook, and record
@@ -176,10 +199,12 @@ class Mixture(NormFusing):
         tap = tap or self.taps
         if tap is not None:
             logits = tap("router", logits)
-            given = tap.given("experts") if self.hook is None else None
+            if self.hook is None:
+                given = tap.given("experts")
         weights, ids = self.route(logits, given)
         if self.hook is not None:
-            weights, ids = self._hooked(self.hook(logits, weights, ids), ids)
+            replaced = self.hook(logits, weights, ids)
+            weights, ids = self._hooked(replaced, ids)
         if tap is not None:
             tap("experts", ids.float())
         return weights, ids
@@ -194,7 +219,8 @@ class Mixture(NormFusing):
         if self.shared_gate is None:
             return True
         gate = self.shared_gate.linear
-        return isinstance(gate.scheme, Dense) and gate.bias is None and not gate.adapted
+        plain = isinstance(gate.scheme, Dense) and gate.bias is None
+        return plain and not gate.adapted
 
     def _shared_output(self, h: Normed) -> Any:
         """Return the output of the shared MLP in the form that the kernel of the experts adds; None without a shared
@@ -204,14 +230,18 @@ class Mixture(NormFusing):
         from minivllm.device.kernels.experts import SharedOutput
 
         up, down = self.shared
-        gate = None if self.shared_gate is None else self.shared_gate.linear.scheme.tensors["weight"]
-        return SharedOutput(down(up(h)), gate)
+        y = down(up(h))
+        gate = None
+        if self.shared_gate is not None:
+            gate = self.shared_gate.linear.scheme.tensors["weight"]
+        return SharedOutput(y, gate)
 
     def _of_shared(self, h: Normed, up: Callable[[Normed], Tensor], down: Linear) -> Tensor:
         y = down(up(h))
         if self.shared_gate is None:
             return y
-        gate = self.shared_gate(h).float().neg_().exp_().add_(1.0).reciprocal_()
+        gate = self.shared_gate(h).float()
+        gate = gate.neg_().exp_().add_(1.0).reciprocal_()
         return y.mul_(gate.to(y.dtype))
 
     @cached_property
@@ -221,28 +251,35 @@ class Mixture(NormFusing):
         The weights must be unquantized, or quantized in a form that the kernels read.  Read this only after the weights
         are loaded, because the value is cached."""
         schemes = self.gate_up.scheme, self.down.scheme
-        if not self._serves or all(isinstance(scheme, Dense) for scheme in schemes):
+        dense = all(isinstance(scheme, Dense) for scheme in schemes)
+        if not self._serves or dense:
             return self._serves
         if self.invariant or find_spec("triton") is None:
             return False
         from minivllm.device.kernels.packed_experts import runs, takes
 
-        stored = [stored_by(scheme) for scheme in schemes]
-        return all(one is not None and takes(one) and runs(one.weight) for one in stored)
+        for scheme in schemes:
+            stored = stored_by(scheme)
+            if stored is None or not takes(stored) or not runs(stored.weight):
+                return False
+        return True
 
     @property
     def joins(self) -> bool:
         """Return whether the kernels of the experts can also add their result to the residual stream."""
-        return self.fast and not self.down.reduce and (self.shared is None or self.adds_shared)
+        if not self.fast or self.down.reduce:
+            return False
+        return self.shared is None or self.adds_shared
 
     def onto(self, h: Normed, stream: Any) -> tuple[Tensor, Tensor | None]:
         """Compute the experts and add the result in place to the residual of ``stream``, a ``ResidualNorm``.
 
         Return (y, squares) as for a Normed: y [T, H] is the norm of the new residual.  Requires ``joins``."""
         weights, ids = self.choose(h)
-        return self.kernel()(h.x, ids, weights, h.squares, h.eps, stream, self._shared_output(h))
+        shared = self._shared_output(h)
+        return self.kernel()(h.x, ids, weights, h.squares, h.eps, stream, shared)
 
-    def route(self, logits: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, given: Tensor | None = None) -> Choice:
         spec = self.spec
         bias = self.router.choice_bias
         if not self.fast:
@@ -253,23 +290,25 @@ class Mixture(NormFusing):
         floor = floor_of(how)
         return fast_route(logits, spec.chosen, how.score, how.normalize, how.scale, bias, how.rounded, floor, given)
 
-    def _hooked(self, given: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _hooked(self, given: Any, like: Tensor) -> Choice:
         """Check the result of a router hook, and return it as weights f32 [T, k] and ids i32 [T, k].
 
         ValueError unless the result is a pair of tensors with the shape and device of ``like``.  An id without an
         expert gets the weight NaN, so that only the request of this token fails.
         """
-        pair: tuple[Any, ...] = given if isinstance(given, tuple) and len(given) == 2 else ()
-        sizes = ", ".join(f"{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__ for x in pair)
-        if sizes != ", ".join([f"{list(like.shape)} on {like.device}"] * 2):
+        wanted = _described(like)
+        is_pair = isinstance(given, tuple) and len(given) == 2
+        found = [_described(one) for one in given] if is_pair else [type(given).__name__]
+        if found != [wanted, wanted]:
             raise ValueError(
-                f"the router hook gave {sizes or type(given).__name__} for {self.name}: expected (weights, ids), "
-                f"each {list(like.shape)} on {like.device}"
+                f"the router hook gave {', '.join(found)} for {self.name}: expected (weights, ids), each {wanted}"
             )
-        weights, ids = pair
-        wrong = (ids < 0) | (ids >= self.spec.count)  # checked before the cast from 64 to 32 bits, which could wrap
-        weights = weights.float().masked_fill(wrong, torch.nan).contiguous()
-        return weights, ids.clamp(0, self.spec.count - 1).int().contiguous()
+        weights, ids = given
+        last = self.spec.count - 1
+        wrong = (ids < 0) | (ids > last)  # checked before the cast from 64 to 32 bits, which could wrap
+        weights = weights.float().masked_fill(wrong, torch.nan)
+        ids = ids.clamp(0, last).int()
+        return weights.contiguous(), ids.contiguous()
 
     def with_norm(self, norm: RMSNorm, whole: bool) -> Joined:
         return ExpertsNorm(self, norm, whole)
@@ -282,16 +321,19 @@ class Mixture(NormFusing):
     def products(self, h: Normed, ids: Tensor, weights: Tensor) -> Tensor:
         """Return [T, H]: for each token t the sum over s of weights[t, s] times the output of expert ids[t, s]."""
         if self.fast:
-            return self.kernel()(h.x, ids, weights, h.squares, h.eps)[0]
+            y, _ = self.kernel()(h.x, ids, weights, h.squares, h.eps)
+            return y
         x = h.x
         (tokens, k) = ids.shape
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             y = self._all(x, ids)
         else:
-            y = self._hit(x, ids.flatten().long()).view(tokens, k, x.shape[1])
+            chosen = ids.flatten().long()
+            y = self._hit(x, chosen).view(tokens, k, x.shape[1])
         total = y[:, 0].float() * weights[:, :1]
         for s in range(1, k):
-            total = total + y[:, s].float() * weights[:, s, None]
+            weight = weights[:, s, None]
+            total = total + y[:, s].float() * weight
         return total.to(x.dtype)
 
     def _make(self) -> Any:
@@ -299,24 +341,27 @@ class Mixture(NormFusing):
 
         spec = self.spec
         linears = (self.gate_up, self.down)
-        up_bias, down_bias = (None if one.bias is None else one.bias.view(spec.count, -1) for one in linears)
+        up_bias, down_bias = [None if one.bias is None else one.bias.view(spec.count, -1) for one in linears]
         gate = spec.activation, spec.limit, spec.alpha
         if not isinstance(self.down.scheme, Dense):
             from minivllm.device.kernels.packed_experts import PackedExperts
 
-            packed: list[Any] = [stored_by(one.scheme) for one in linears]
-            return PackedExperts(spec.count, packed[0], packed[1], up_bias, down_bias, *gate)
+            first, last = [stored_by(one.scheme) for one in linears]
+            assert first is not None and last is not None  # ``fast`` is True
+            return PackedExperts(spec.count, first, last, up_bias, down_bias, *gate)
         weights = []
         for one in linears:
             weight = one.scheme.tensors["weight"]
-            weights.append(weight.view(spec.count, -1, one.info.in_features))
+            inputs = one.info.in_features
+            weights.append(weight.view(spec.count, -1, inputs))
         up, down = weights
         return kernels.ExpertProducts(up, down, up_bias, down_bias, *gate, self.invariant)
 
     def _one(self, x: Tensor, e: int) -> Tensor:
         """Return the output [n, H] of expert ``e`` for x [n, H]."""
         both = self.gate_up.expert(x, e)
-        return self.down.expert(self.gate(both), e)
+        inner = self.gate(both)
+        return self.down.expert(inner, e)
 
     def _hit(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return the expert outputs [T * k, H] for ids i64 [T * k], computed for one chosen expert at a time."""
@@ -324,7 +369,8 @@ class Mixture(NormFusing):
         k = len(ids) // max(1, len(x))
         y = x.new_empty(len(ids), x.shape[1])
         start = 0
-        for e, n in enumerate(ids.bincount(minlength=self.spec.count).tolist()):
+        counts = ids.bincount(minlength=self.spec.count)
+        for e, n in enumerate(counts.tolist()):
             if n:
                 places = order[start : start + n]
                 y[places] = self._one(x[places // k], e)
@@ -337,9 +383,17 @@ class Mixture(NormFusing):
         A captured step needs this, because the host cannot read there which experts are chosen."""
         y = x.new_zeros(*ids.shape, x.shape[1])
         for e in range(self.spec.count):
-            chosen = (ids == e)[..., None]
-            y = torch.where(chosen, self._one(x, e)[:, None], y)
+            chosen = ids == e
+            output = self._one(x, e)
+            y = torch.where(chosen[..., None], output[:, None], y)
         return y
+
+
+def _described(x: Any) -> str:
+    """Return the shape and device of a tensor, or the name of another object's type."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"{list(x.shape)} on {x.device}"
 
 
 class ExpertsNorm(Joined):
@@ -355,11 +409,12 @@ class ExpertsNorm(Joined):
         self.norm = norm
         self.whole = whole
 
-    def __call__(self, h: Any, residual: Tensor) -> tuple[Normed, Tensor]:
-        if not self.experts.joins or self.norm.fused is None:
+    def __call__(self, h: Any, residual: Tensor) -> NextInput:
+        norm = self.norm
+        if not self.experts.joins or norm.fused is None:
             return super().__call__(h, residual)
         from minivllm.device.kernels.experts import ResidualNorm
 
-        norm = ResidualNorm(residual, self.norm.weight, self.norm.eps, self.whole)
-        y, squares = self.experts.onto(h, norm)
-        return Normed(y, squares, self.norm.eps), residual
+        stream = ResidualNorm(residual, norm.weight, norm.eps, self.whole)
+        y, squares = self.experts.onto(h, stream)
+        return Normed(y, squares, norm.eps), residual

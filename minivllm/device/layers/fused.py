@@ -66,8 +66,11 @@ class Normed(NamedTuple):
         """Return x [T, dim], divided by the root mean square if that was still to be done."""
         if self.squares is None:
             return self.x
-        factor = torch.rsqrt(self.squares.sum(dim=1, keepdim=True) / self.x.shape[1] + self.eps)
-        return (self.x.float() * factor).to(self.x.dtype)
+        total = self.squares.sum(dim=1, keepdim=True)
+        mean = total / self.x.shape[1]
+        factor = torch.rsqrt(mean + self.eps)
+        y = self.x.float() * factor
+        return y.to(self.x.dtype)
 
 
 NextInput = tuple[Normed, Tensor]  # (input of the next matrix product, residual stream [T, dim])
@@ -75,7 +78,9 @@ NextInput = tuple[Normed, Tensor]  # (input of the next matrix product, residual
 
 def row_of(x: Any) -> tuple[Any, dict[str, Tensor]]:
     """Split a GatedRow into the row and its ``tops`` as a kernel keyword; return any other x without keywords."""
-    return (x.x, {"tops": x.tops}) if isinstance(x, GatedRow) else (x, {})
+    if isinstance(x, GatedRow):
+        return x.x, {"tops": x.tops}
+    return x, {}
 
 
 class _Pair:
@@ -112,14 +117,20 @@ class _Pair:
         """Return the joined kernel if it is faster for the rows of ``x`` [T, in] than separate layers, else None.
 
         A step with adapters needs separate layers."""
-        kernel = None if isinstance(x, Rounded) or self.linear.adapted else self.made()
-        return kernel if kernel is not None and kernel.fits(x) else None
+        if isinstance(x, Rounded) or self.linear.adapted:
+            return None
+        kernel = self.made()
+        if kernel is None or not kernel.fits(x):
+            return None
+        return kernel
 
     def rounds(self, rows: int) -> torch.dtype | None:
         """Return the 8-bit dtype to which the product's input is quantized for ``rows`` rows; None means no
         quantization."""
         wants = getattr(self.made(), "rounds", None)
-        return None if wants is None or self.linear.adapted else wants(rows)
+        if wants is None or self.linear.adapted:
+            return None
+        return wants(rows)
 
     def takes_tops(self) -> bool:
         """Return whether the kernel accepts the largest absolute values of a row's parts (``GatedRow.tops``)."""
@@ -137,7 +148,10 @@ class NormedLinear(_Pair):
 
     def __call__(self, h: Normed) -> Tensor:
         kernel = self.kernel(h.x)
-        return self.product(h.finished()) if kernel is None else kernel(h.x, h.squares, h.eps)[0]
+        if kernel is None:
+            return self.product(h.finished())
+        y, _ = kernel(h.x, h.squares, h.eps)
+        return y
 
 
 def joined(first: NormedLinear, second: NormedLinear) -> NormedLinear | None:
@@ -152,10 +166,17 @@ def joined(first: NormedLinear, second: NormedLinear) -> NormedLinear | None:
     if second.linear.info.out_features % ALIGNED:
         return None
     weight = torch.cat([one.scheme.tensors["weight"] for one in pair])
-    info = replace(first.linear.info, parts=(*first.linear.info.parts, *second.linear.info.parts))
-    for one, rows in zip(pair, weight.split([one.info.out_features for one in pair]), strict=True):
+    begin = 0
+    parts: list[tuple[str, int]] = []
+    for one in pair:
+        end = begin + one.info.out_features
+        rows = weight[begin:end]
         one.replace(Dense(one.info, first.fuse, rows))
-    whole = Linear(info, Dense(info, first.fuse, weight))
+        parts += one.info.parts
+        begin = end
+    info = replace(first.linear.info, parts=tuple(parts))
+    scheme = Dense(info, first.fuse, weight)
+    whole = Linear(info, scheme)
     whole.finish()
     return NormedLinear(whole, first.fuse)
 
@@ -185,16 +206,25 @@ class GatedLinear(_Pair):
         kernel = self.kernel(h.x)
         if kernel is not None:
             y, tops = kernel(h.x, h.squares, h.eps)
-            known = tops is not None and self.follower is not None and self.follower.takes_tops()
-            return GatedRow(y, tops) if known else y
-        if self.linear.adapted and (gated := self._with_adapters(h)) is not None:
-            return gated
-        if h.squares is None or self.linear.bias is not None or not (self.divides and self.linear.scheme.homogeneous):
-            y = self.product(h.finished())
-            dtype = self.follower.rounds(len(y)) if self.follower is not None and self.divides else None
-            return self.gate_mul(y) if dtype is None else self._rounded(y, dtype)
-        # the norm's division may follow the product, because it only scales a row
-        return self.gate_mul(self.linear(h.x), h.squares, h.x.shape[1], h.eps)
+            if tops is None or self.follower is None or not self.follower.takes_tops():
+                return y
+            return GatedRow(y, tops)
+        linear = self.linear
+        if linear.adapted:
+            gated = self._with_adapters(h)
+            if gated is not None:
+                return gated
+        undivided = h.squares is not None and linear.bias is None
+        if undivided and self.divides and linear.scheme.homogeneous:
+            # the norm's division may follow the product, because it only scales a row
+            return self.gate_mul(linear(h.x), h.squares, h.x.shape[1], h.eps)
+        y = self.product(h.finished())
+        dtype = None
+        if self.follower is not None and self.divides:
+            dtype = self.follower.rounds(len(y))
+        if dtype is None:
+            return self.gate_mul(y)
+        return self._rounded(y, dtype)
 
     def _with_adapters(self, h: Normed) -> Tensor | None:
         """Return activation(gate) * up, if one kernel after the product adds those of the step's adapters and applies
@@ -202,16 +232,21 @@ class GatedLinear(_Pair):
 
         Return None if there is no such kernel.
         """
-        linear, follower = self.linear, self.follower
-        if isinstance(h.x, Rounded) or linear.bias is not None or linear.reduce or not self.divides:
+        linear = self.linear
+        if isinstance(h.x, Rounded) or linear.bias is not None:
             return None
-        following = follower.linear.adapter if follower is not None and follower.linear.adapted else None
+        if linear.reduce or not self.divides:
+            return None
+        following = None
+        if self.follower is not None and self.follower.linear.adapted:
+            following = self.follower.linear.adapter
         return linear.adapter.gated(linear.scheme.apply, h.finished(), self.activation, following)
 
     def _rounded(self, y: Tensor, dtype: torch.dtype) -> Rounded:
         from minivllm.device.kernels.activation import gate_mul_rounded
 
-        return Rounded(*gate_mul_rounded(y, dtype, self.activation), y.dtype)
+        codes, scale = gate_mul_rounded(y, dtype, self.activation)
+        return Rounded(codes, scale, y.dtype)
 
 
 class Partial(_Pair):
@@ -227,7 +262,10 @@ class Partial(_Pair):
             return self._kernel.of_rows(*x)
         row, known = row_of(x)
         kernel = self.kernel(row)
-        return self.linear.partial(row) if kernel is None else kernel(row, **known)[0]
+        if kernel is None:
+            return self.linear.partial(row)
+        y, _ = kernel(row, **known)
+        return y
 
 
 class LinearNorm(_Pair):
@@ -246,7 +284,9 @@ class LinearNorm(_Pair):
     def __init__(self, linear: Linear, norm: RMSNorm, fuse: bool, whole: bool) -> None:
         super().__init__(linear, fuse and not whole)
         self.norm = norm
-        self.part = Partial(linear, fuse) if linear.reduce and norm.fused is not None else None
+        self.part: Partial | None = None
+        if linear.reduce and norm.fused is not None:
+            self.part = Partial(linear, fuse)
 
     def rounds(self, rows: int) -> torch.dtype | None:
         return super().rounds(rows) if self.part is None else self.part.rounds(rows)
@@ -254,13 +294,14 @@ class LinearNorm(_Pair):
     def takes_tops(self) -> bool:
         return super().takes_tops() if self.part is None else self.part.takes_tops()
 
-    def __call__(self, x: Tensor | Rounded | GatedRow, residual: Tensor) -> tuple[Normed, Tensor]:
-        if self.part is not None and (peers := self.linear.group.peers) is not None:
+    def __call__(self, x: Tensor | Rounded | GatedRow, residual: Tensor) -> NextInput:
+        linear = self.linear
+        if self.part is not None and linear.group.peers is not None:
             y = self.part(x)
-            if peers.takes(y):
-                y = self.linear.group.add_norm(y, self.linear.bias, residual, self.norm)
-                return Normed(y), residual
-            return self._summed(y, residual)
+            if not linear.group.peers.takes(y):
+                return self._summed(y, residual)
+            y = linear.group.add_norm(y, linear.bias, residual, self.norm)
+            return Normed(y), residual
         row, known = row_of(x)
         kernel = self.kernel(row)
         if kernel is None:
@@ -268,18 +309,21 @@ class LinearNorm(_Pair):
         y, squares = kernel(row, residual=residual, norm=self.norm.weight, **known)
         return Normed(y, squares, self.norm.eps), residual
 
-    def _summed(self, part: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
+    def _summed(self, part: Tensor, residual: Tensor) -> NextInput:
         """Sum ``part``, this process's share of the product, over the processes, add it to the residual stream and
         normalise, each in its own kernel."""
         return self._normed(self.linear.summed(part), residual)
 
-    def _normed(self, y: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
-        dtype = self.follower.rounds(len(y)) if self.follower is not None and self.norm.fused is not None else None
+    def _normed(self, y: Tensor, residual: Tensor) -> NextInput:
+        dtype = None
+        if self.follower is not None and self.norm.fused is not None:
+            dtype = self.follower.rounds(len(y))
         if dtype is None:
             y, residual = self.norm(y, residual)
             return Normed(y), residual
         codes, scale, residual = self.norm.rounded(y, residual, dtype)
-        return Normed(Rounded(codes, scale, y.dtype)), residual
+        rows = Rounded(codes, scale, y.dtype)
+        return Normed(rows), residual
 
     def branch(self, x: Tensor | Rounded | GatedRow) -> Tensor:
         """Return linear(x) [T, dim], the value that a call adds to the residual stream."""
@@ -290,7 +334,8 @@ class LinearNorm(_Pair):
 
     def entry(self, residual: Tensor) -> Normed:
         """Return the next product's input for a residual stream to which ``branch`` has been added."""
-        return Normed(self.norm(residual)[0])
+        y, _ = self.norm(residual)
+        return Normed(y)
 
 
 class NormFusing:
@@ -324,19 +369,20 @@ class Joined:
         self.after = after
         self.before = before
         self.scale = scale
-        self.kernel = None
+        self.kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
         if isinstance(after, RMSNorm) and isinstance(before, RMSNorm) and scale == 1.0:
             self.kernel = before.fused
 
-    def __call__(self, x: Any, residual: Tensor) -> tuple[Normed, Tensor]:
+    def __call__(self, x: Any, residual: Tensor) -> NextInput:
         return self.add(self.linear(x), residual)
 
-    def add(self, y: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
+    def add(self, y: Tensor, residual: Tensor) -> NextInput:
         """Do the same as a call, but for a computed product y = linear(x) [T, dim]."""
         if self.kernel is not None:
             # one kernel for both norms exists only if there are both
-            at = self.before.weight, self.before.eps, self.after.weight, self.after.eps  # type: ignore[union-attr]
-            y, residual = self.kernel(y, residual, *at)
+            before: Any = self.before
+            after: Any = self.after
+            y, residual = self.kernel(y, residual, before.weight, before.eps, after.weight, after.eps)
             return Normed(y), residual
         y = self.scaled(y)
         if self.before is None:
@@ -348,8 +394,10 @@ class Joined:
     def scaled(self, y: Tensor) -> Tensor:
         """Return scale * after(y) [T, dim], the product ``y`` after its norm and factor."""
         if self.after is not None:
-            y = self.after(y)[0]
-        return y if self.scale == 1.0 else y * self.scale
+            y, _ = self.after(y)
+        if self.scale == 1.0:
+            return y
+        return y * self.scale
 
     def branch(self, x: Tensor) -> Tensor:
         """Return scale * after(linear(x)) [T, dim], the value that a call adds to the residual stream."""
@@ -357,4 +405,7 @@ class Joined:
 
     def entry(self, residual: Tensor) -> Normed:
         """Return the next product's input for a residual stream to which ``branch`` has been added."""
-        return Normed(residual if self.before is None else self.before(residual)[0])
+        if self.before is None:
+            return Normed(residual)
+        y, _ = self.before(residual)
+        return Normed(y)

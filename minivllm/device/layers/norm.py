@@ -31,8 +31,9 @@ class RMSNorm(Module):
             from minivllm.device.kernels.norm import add_rms_norm
 
             self.fused = add_rms_norm
-        self.weight = torch.empty(dim, dtype=torch.float32 if kind.offset else dtype, device=device)
-        self.tensors = {"weight": self.weight}
+        kept = torch.float32 if kind.offset else dtype
+        self.weight = torch.empty(dim, dtype=kept, device=device)
+        self.tensors["weight"] = self.weight
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         fill(self.weight, tensor)
@@ -43,7 +44,8 @@ class RMSNorm(Module):
         if self.fused is not None:
             return self.fused(x, residual, self.weight, self.eps)
         residual = x if residual is None else x + residual
-        return rms_norm(residual, self.weight, self.eps), residual
+        y = rms_norm(residual, self.weight, self.eps)
+        return y, residual
 
     def rounded(self, x: Tensor, residual: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Do the same as a call, but quantize the normed rows y to the 8-bit ``dtype``; the norm must be ``fused``.
@@ -73,7 +75,7 @@ class SplitNorm(Module):
         self.shares = group.size // copies
         kept = torch.float32 if kind.offset else dtype
         self.weight = torch.empty(dim // self.shares, dtype=kept, device=device)
-        self.tensors = {"weight": self.weight}
+        self.tensors["weight"] = self.weight
 
     def wanted(self) -> Wanted:
         return {("", "weight"): (self.dim,)}
@@ -81,7 +83,8 @@ class SplitNorm(Module):
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         check_shape(tensor, (self.dim,))
         share = self.group.rank // self.copies
-        fill(self.weight, tensor.chunk(self.shares)[share])
+        mine = tensor.chunk(self.shares)[share]
+        fill(self.weight, mine)
         if self.offset:
             self.weight.add_(self.offset)
 
@@ -89,8 +92,10 @@ class SplitNorm(Module):
         wide = x.float()
         squares = wide.square().sum(dim=-1, keepdim=True)
         self.group.all_reduce(squares)
-        scale = squares.div_(self.dim * self.copies).add_(self.eps).rsqrt_()
-        return (wide * scale * self.weight.float()).to(x.dtype), None
+        mean = squares.div_(self.dim * self.copies)
+        scale = mean.add_(self.eps).rsqrt_()
+        y = wide * scale * self.weight.float()
+        return y.to(x.dtype), None
 
 
 class LayerNorm(Module):
@@ -105,7 +110,7 @@ class LayerNorm(Module):
 
             self.fused = add_layer_norm
         self.weight = torch.empty(dim, dtype=dtype, device=device)
-        self.tensors = {"weight": self.weight}
+        self.tensors["weight"] = self.weight
         self.bias: Tensor | None = None
         if kind.bias:
             self.bias = torch.empty(dim, dtype=dtype, device=device)
@@ -115,7 +120,8 @@ class LayerNorm(Module):
         if self.fused is not None:
             return self.fused(x, residual, self.weight, self.bias, self.eps)
         residual = x if residual is None else x + residual
-        return F.layer_norm(residual, self.weight.shape, self.weight, self.bias, self.eps), residual
+        y = F.layer_norm(residual, self.weight.shape, self.weight, self.bias, self.eps)
+        return y, residual
 
 
 class HeadsNorm(Module):
@@ -135,24 +141,31 @@ class HeadsNorm(Module):
         self.kind = kind
         kept = torch.float32 if kind.offset else dtype
         self.weight = torch.empty(len(here), dim, dtype=kept, device=device)
-        self.tensors = {"weight": self.weight}
+        self.tensors["weight"] = self.weight
 
     def wanted(self) -> Wanted:
-        return {(str(head), "weight"): (self.dim,) for head in range(self.heads)}
+        heads = map(str, range(self.heads))
+        return {(head, "weight"): (self.dim,) for head in heads}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         check_shape(tensor, (self.dim,))
-        if int(part) in self.here:
-            fill(self.weight[int(part) - self.here.start], tensor + self.kind.offset)
+        head = int(part)
+        if head in self.here:
+            row = self.here.index(head)
+            fill(self.weight[row], tensor + self.kind.offset)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, None]:
-        wide = x.view(len(x), len(self.here), self.dim).float()
+        heads = x.view(len(x), len(self.here), self.dim)
+        wide = heads.float()
         if self.kind.centered:
-            wide = wide - wide.mean(-1, keepdim=True)
-        mean = wide.square().mean(-1, keepdim=True)
-        wide = wide * (mean + self.kind.eps).rsqrt()
+            mean = wide.mean(-1, keepdim=True)
+            wide = wide - mean
+        variance = wide.square().mean(-1, keepdim=True)
+        scale = (variance + self.kind.eps).rsqrt()
+        wide = wide * scale
         weighted = wide * self.weight.float()
-        return weighted.to(x.dtype).view(x.shape), None
+        narrow = weighted.to(x.dtype)
+        return narrow.view(x.shape), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -160,10 +173,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     The mean is over the last axis."""
     if weight.dtype != x.dtype:
-        return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+        wide = rms_norm(x.float(), weight.float(), eps)
+        return wide.to(x.dtype)
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     # torch computes this norm on a CPU by seven operations; these take a third less time
-    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    scale = squares.mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean = norms.square_().mul_(1 / x.shape[-1])
+    scale = mean.add_(eps).rsqrt_()
     return x.mul(scale).mul_(weight)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     # add_norm and its kernel: (x, residual, weight, bias, eps) -> (norm of the sum, sum)
     AddNorm = Callable[[Tensor, Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
+Grid = tuple[int, int, int]  # (frames, rows, columns) of the patches of an image or a video
 GRIDS = 32  # largest number of grids whose position tables are cached
 REMEMBERED = 4096  # largest number of grids of earlier calls that are remembered
 # Back ends of torch's attention for frequent grids, the preferred one first.  Torch's own order has cuDNN last.  With
@@ -64,35 +65,38 @@ class PatchTower:
         self.merge = int(config.spatial_merge_size)
         self.dim = int(config.hidden_size) // self.heads
         # base of the rotary embedding; transformers renames its attribute often, and all checkpoints have 10,000
-        self.theta = float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
+        rope = getattr(config, "rope_parameters", None) or {}
+        self.theta = float(rope.get("rope_theta", 10000.0))
         embed = visual.patch_embed.proj
         self.embed = embed.weight.flatten(1), embed.bias
         self.turn: Callable[[Tensor, Tensor, Tensor], Tensor] = turned
         self.add_norm: AddNorm = add_norm
-        if embed.weight.is_cuda and find_spec("triton") is not None:
+        on_gpu = embed.weight.is_cuda
+        if on_gpu and find_spec("triton") is not None:
             from minivllm.device.kernels.norm import add_layer_norm
             from minivllm.device.kernels.turn import turn
 
             self.turn = turn
             self.add_norm = add_layer_norm
         # cuBLAS computes GELU behind a product by the tanh formula, with less than float32 precision
-        narrow = embed.weight.is_cuda and embed.weight.dtype != torch.float32
+        narrow = on_gpu and embed.weight.dtype != torch.float32
         self.joined_gelu = narrow and config.hidden_act == "gelu_pytorch_tanh"
-        self._tables: OrderedDict[tuple[int, int, int], Tables] = OrderedDict()
-        self._captured: dict[tuple[int, int, int], Tables] = {}  # tables that CUDA graphs read, so they are never freed
-        self._seen: OrderedDict[tuple[int, int, int], None] = OrderedDict()  # grids of earlier calls, newest last
+        self._tables: OrderedDict[Grid, Tables] = OrderedDict()
+        self._captured: dict[Grid, Tables] = {}  # tables that CUDA graphs read, so they are never freed
+        self._seen: OrderedDict[Grid, None] = OrderedDict()  # grids of earlier calls, newest last
 
-    def __call__(self, patches: Tensor, grid: tuple[int, int, int]) -> list[Tensor]:
+    def __call__(self, patches: Tensor, grid: Grid) -> list[Tensor]:
         """Return the features [tokens, hidden] of each level, for the patches [T, values] of images with the same grid.
 
         The patches of several images follow one another, and attend only to the same image.
         """
-        if not patches.is_cuda or self.repeatable or not self.frequent(grid):
+        fixed = self.repeatable or not patches.is_cuda
+        if fixed or not self.frequent(grid):
             return self._features(patches, grid)
         with sdpa_kernel(FREQUENT, set_priority=True):
             return self._features(patches, grid)
 
-    def frequent(self, grid: tuple[int, int, int]) -> bool:
+    def frequent(self, grid: Grid) -> bool:
         """Remember the grid of a call, and return whether an earlier call had it.
 
         A capture calls the tower twice, first without recording, and only for a grid of earlier calls.  So both calls
@@ -104,7 +108,7 @@ class PatchTower:
             self._seen.popitem(last=False)
         return frequent
 
-    def _features(self, patches: Tensor, grid: tuple[int, int, int]) -> list[Tensor]:
+    def _features(self, patches: Tensor, grid: Grid) -> list[Tensor]:
         """Return the features of a call, with the order of torch's back ends of attention that is set."""
         tables = self.tables(grid)
         visual = self.visual
@@ -120,15 +124,20 @@ class PatchTower:
             normed, x = self._normed(block.norm2, x, attended)
             added = self._mlp(block.mlp, normed)
             if number in self.levels:
-                merger = visual.deepstack_merger_list[self.levels.index(number)]
+                level = self.levels.index(number)
+                merger = visual.deepstack_merger_list[level]
                 found[number] = merger(x + added)
-        return [visual.merger(x if added is None else x + added), *(found[level] for level in self.levels)]
+        if added is not None:
+            x = x + added
+        last = visual.merger(x)
+        return [last, *(found[level] for level in self.levels)]
 
     def _normed(self, norm: Any, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the output ``added`` of a layer to the residual stream x, and return its norm and the new x."""
+        how = norm.weight, norm.bias, norm.eps
         if added is None:
-            return self.add_norm(x, None, norm.weight, norm.bias, norm.eps)
-        return self.add_norm(added, x, norm.weight, norm.bias, norm.eps)
+            return self.add_norm(x, None, *how)
+        return self.add_norm(added, x, *how)
 
     def _mlp(self, mlp: Any, x: Tensor) -> Tensor:
         """Return the output [T, width] of the two products of a layer, with GELU in the first of them if possible."""
@@ -140,7 +149,8 @@ class PatchTower:
 
     def _attend(self, attention: Any, x: Tensor, tables: Tables, frame: int) -> Tensor:
         """Return the outputs [T, width] of an attention layer in which the patches of a frame attend to each other."""
-        qkv = attention.qkv(x).view(len(x), 3, self.heads, self.dim)
+        qkv = attention.qkv(x)
+        qkv = qkv.view(len(x), 3, self.heads, self.dim)
         q, k = self.turn(qkv, tables.cos, tables.sin)
         shape = (-1, frame, self.heads, self.dim)
         by_frame = [one.view(shape).transpose(1, 2) for one in (q, k, qkv[:, 2])]
@@ -149,7 +159,7 @@ class PatchTower:
         out: Tensor = attention.proj(joined)
         return out
 
-    def tables(self, grid: tuple[int, int, int]) -> Tables:
+    def tables(self, grid: Grid) -> Tables:
         """Return the position tables of the patches of a grid (frames, rows, columns), from a cache or computed."""
         found = self._captured.get(grid) or self._tables.get(grid)
         if found is None:
@@ -162,27 +172,31 @@ class PatchTower:
             self._tables.popitem(last=False)
         return found
 
-    def _computed(self, grid: tuple[int, int, int]) -> Tables:
+    def _computed(self, grid: Grid) -> Tables:
         """Compute the position tables of the patches of a grid (frames, rows, columns), on the host."""
         frames, rows, columns = grid
         weight = self.visual.pos_embed.weight
+        device = weight.device
         merge = self.merge
-        squares = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
+        patches = torch.arange(rows * columns)
+        squares = patches.view(rows // merge, merge, columns // merge, merge)
         # index of each patch when the patches of the image are counted row by row
         order = squares.transpose(1, 2).flatten()
         row = order // columns
         column = order % columns
-        learned = _resampled(weight, rows, columns)[order.to(weight.device)].repeat(frames, 1)
+        image = _resampled(weight, rows, columns)
+        learned = image[order.to(device)].repeat(frames, 1)
         half = self.dim // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
+        frequencies = self.theta**exponents
         positions = torch.stack([row, column], 1).float()
-        turns = positions[..., None] / self.theta**exponents
+        turns = positions[..., None] / frequencies
         angles = turns.flatten(1).repeat(frames, 1)
         cos = angles.cos()
         sin = angles.sin()
-        both_cos = torch.cat([cos, cos], 1).to(weight.device)
-        both_sin = torch.cat([-sin, sin], 1).to(weight.device)
-        return Tables(learned.to(weight.dtype), both_cos, both_sin)
+        both_cos = torch.cat([cos, cos], 1)
+        both_sin = torch.cat([-sin, sin], 1)
+        return Tables(learned.to(weight.dtype), both_cos.to(device), both_sin.to(device))
 
 
 def _resampled(weight: Tensor, rows: int, columns: int) -> Tensor:
@@ -191,28 +205,27 @@ def _resampled(weight: Tensor, rows: int, columns: int) -> Tensor:
     Each one is a weighted sum of the four nearest, and the corners of both grids coincide.
     """
     side = int(len(weight) ** 0.5)
-
-    def nearest(count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return for ``count`` positions their lower and upper neighbours in the square grid, and the weight of the
-        upper one."""
-        at = torch.linspace(0, side - 1, count)
-        low = at.long()
-        return low, (low + 1).clamp_max(side - 1), at - low
-
-    low, high, share = nearest(rows)
-    left, right, part = nearest(columns)
     wide = weight.view(side, side, -1).float()
-
-    def taken(row: Tensor, column: Tensor, share: Tensor) -> Tensor:
-        """Return the learned embeddings at ``row`` and ``column`` of the square grid, times their weights ``share``."""
-        where = wide.device
-        chosen = wide[row.to(where)][:, column.to(where)]
-        return chosen * share.to(where)[..., None]
-
-    found = taken(low, left, torch.outer(1 - share, 1 - part))
-    found = found + taken(low, right, torch.outer(1 - share, part))
-    found = found + taken(high, left, torch.outer(share, 1 - part)) + taken(high, right, torch.outer(share, part))
+    found: Tensor | None = None
+    for row, row_share in _neighbours(rows, side):
+        for column, column_share in _neighbours(columns, side):
+            share = torch.outer(row_share, column_share).to(wide.device)
+            nearest = wide[row.to(wide.device)][:, column.to(wide.device)]
+            weighted = nearest * share[..., None]
+            found = weighted if found is None else found + weighted
+    assert found is not None
     return found.flatten(0, 1)
+
+
+def _neighbours(count: int, side: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the lower and the upper neighbours of ``count`` positions that are spread over ``side`` places.
+
+    Each is (place i64 [count], weight f32 [count] of this place)."""
+    at = torch.linspace(0, side - 1, count)
+    low = at.long()
+    high = (low + 1).clamp_max(side - 1)
+    share = at - low
+    return [(low, 1 - share), (high, share)]
 
 
 def add_norm(
@@ -226,7 +239,9 @@ def add_norm(
 def turned(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return rotated queries and keys [2, T, H, D] of ``qkv`` [T, 3, H, D], as the kernel ``turn`` does."""
     tokens, _, heads, dim = qkv.shape
-    wide = qkv[:, :2].transpose(0, 1).float().view(2, -1, len(cos), heads, dim)
+    both = qkv[:, :2].transpose(0, 1).float()
+    wide = both.view(2, -1, len(cos), heads, dim)
     swapped = wide.roll(dim // 2, -1)
     found = wide * cos[:, None] + swapped * sin[:, None]
-    return found.view(2, tokens, heads, dim).to(qkv.dtype)
+    found = found.view(2, tokens, heads, dim)
+    return found.to(qkv.dtype)
