@@ -168,7 +168,10 @@ class ProcessGroup:
     def gather(self, x: Tensor, width: int) -> Tensor | None:
         if self.peers is None:
             parts = self._call("gather", self._gathered, x.contiguous())
-            return None if parts is None else torch.cat(parts, dim=1)[:, :width].contiguous()
+            if parts is None:
+                return None
+            columns = torch.cat(parts, dim=1)
+            return columns[:, :width].contiguous()
         if self.peers.alone:  # a trial of this rank before a capture, in which the other ranks do not take part
             return self.peers.gather(x, width)
         return self._call("gather", self.peers.gather, x, width)
@@ -181,7 +184,10 @@ class ProcessGroup:
         if self.peers is not None:
             self._call("broadcast", self.peers.share_drawn, slots, position, state)
             return
-        columns = torch.stack([state.tokens[slots, position].long(), state.known[slots], state.stopped[slots].long()])
+        tokens = state.tokens[slots, position].long()
+        known = state.known[slots]
+        stopped = state.stopped[slots].long()
+        columns = torch.stack([tokens, known, stopped])
         self.broadcast(columns)
         if self.rank:
             state.tokens[slots, position] = columns[0].int()
@@ -214,7 +220,8 @@ class ProcessGroup:
 
     def least(self, numbers: list[int]) -> list[int]:
         """Return for each of ``numbers`` the minimum over all ranks."""
-        return [min(column) for column in zip(*self.all_gather(numbers), strict=True)]
+        of_ranks = self.all_gather(numbers)
+        return [min(column) for column in zip(*of_ranks, strict=True)]
 
 
 def share_of(communicator: Any) -> Shard:

@@ -17,9 +17,11 @@ program and kind.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,8 +60,11 @@ class RegionLayout:
     def __post_init__(self) -> None:
         at = 0
         size = self.size
+        meetings = 4 * MOVERS * size
         counts = {"sum_flags": 4 * BLOCKS * size}
-        counts |= dict.fromkeys(("move_flags", "move_acks", "drawn_acks"), 4 * MOVERS * size)
+        counts["move_flags"] = meetings
+        counts["move_acks"] = meetings
+        counts["drawn_acks"] = meetings
         counts["words"] = 8 * 2 * WORD_ROWS * size * WORDS
         counts["rows"] = 4 * 2 * BLOCKS * size * CHUNK
         counts["sums"] = 4 * 2 * BLOCKS * CHUNK
@@ -67,7 +72,8 @@ class RegionLayout:
         counts["drawn"] = 8 * 2 * MOVERS * 2 * DRAWN
         for name, count in counts.items():
             object.__setattr__(self, name, at)
-            at += -(-count // 4096) * 4096
+            pages = -(-count // 4096)
+            at += pages * 4096
         object.__setattr__(self, "bytes", at)
 
     if TYPE_CHECKING:
@@ -77,14 +83,14 @@ class RegionLayout:
 
 def reachable(size: int) -> str:
     """Return the reason why the first ``size`` GPUs cannot access each other's memory; "" if they can."""
-    if torch.cuda.device_count() < size:
-        return f"a rank sees {torch.cuda.device_count()} GPU(s) of {size}"
-    for a in range(size):
-        for b in range(size):
-            if a != b and not torch.cuda.can_device_access_peer(a, b):
-                return f"cuda:{a} does not reach the memory of cuda:{b}"
-            if a != b and not _atomics_between(a, b):  # the kernels set flags of other ranks by atomic operations
-                return f"atomic operations of cuda:{a} on the memory of cuda:{b} are not its own, as over PCIe"
+    found = torch.cuda.device_count()
+    if found < size:
+        return f"a rank sees {found} GPU(s) of {size}"
+    for a, b in itertools.permutations(range(size), 2):
+        if not torch.cuda.can_device_access_peer(a, b):
+            return f"cuda:{a} does not reach the memory of cuda:{b}"
+        if not _atomics_between(a, b):  # the kernels set flags of other ranks by atomic operations
+            return f"atomic operations of cuda:{a} on the memory of cuda:{b} are not its own, as over PCIe"
     return ""
 
 
@@ -93,7 +99,8 @@ def _atomics_between(a: int, b: int) -> bool:
     native = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     found = ctypes.c_int(1)
     try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(found), native, a, b)
+        driver = ctypes.CDLL("libcuda.so.1")
+        failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), native, a, b)
     except (OSError, AttributeError):
         return True
     return bool(failed) or found.value != 0
@@ -103,12 +110,15 @@ def region_of(size: int, device: torch.device) -> Tensor:
     """Allocate this rank's memory region: u8 zeros [bytes] that the other ranks can map."""
     import torch.distributed._symmetric_memory as symmetric
 
-    return symmetric.empty(RegionLayout(size).bytes, dtype=torch.uint8, device=device).zero_()
+    size_in_bytes = RegionLayout(size).bytes
+    region = symmetric.empty(size_in_bytes, dtype=torch.uint8, device=device)
+    return region.zero_()
 
 
 def tile_of(rows: int) -> int:
     """Return the elements that a program moves at a time in a gather of ``rows`` rows (``TILES``)."""
-    return [tile for start, tile in TILES if start <= max(rows, 1)][-1]
+    fitting = [tile for start, tile in TILES if start <= max(rows, 1)]
+    return fitting[-1]
 
 
 class PeerMemory:
@@ -149,7 +159,8 @@ class PeerMemory:
         world = dist.group.WORLD
         assert world is not None  # the ranks have joined the process group before
         handle = symmetric.rendezvous(region, world)
-        peers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=region.device)
+        addresses = [int(p) for p in handle.buffer_ptrs]
+        peers = torch.tensor(addresses, dtype=torch.int64, device=region.device)
         torch.cuda.synchronize(region.device)
         dist.barrier()
         return cls(rank, peers, (region, handle))
@@ -158,8 +169,9 @@ class PeerMemory:
         """Return the numbers of exchanges with other ranks that the device has begun and has ended, over all kinds.
 
         They are read from host memory, so the call does not block while a kernel waits for another rank."""
-        begun, ended = zip(*self.progress.view(-1, 2).tolist(), strict=True)
-        return sum(n % 2**32 for n in begun), sum(n % 2**32 for n in ended)
+        counts = self.progress.numpy().view(np.uint32).reshape(-1, 2)
+        begun, ended = counts.sum(0, dtype=np.int64).tolist()
+        return begun, ended
 
     # ---- sums ----------------------------------------------------------------------------------------------------
 
@@ -169,9 +181,12 @@ class PeerMemory:
         if kind is None or x.dim() != 2 or x.stride(1) != 1:
             return False
         pair = 1 if kind == FLOAT32 else 2
-        if x.shape[1] > pair * min(WORDS, CHUNK):
+        dim = x.shape[1]
+        if dim > pair * min(WORDS, CHUNK):
             return False
-        return x.shape[1] % pair == 0 and x.stride(0) % pair == 0 and x.data_ptr() % 4 == 0
+        if dim % pair or x.stride(0) % pair:
+            return False
+        return x.data_ptr() % 4 == 0
 
     def add(self, x: Tensor) -> None:
         """Replace contiguous x [T, dim] in place by its sum over all ranks."""
@@ -202,20 +217,21 @@ class PeerMemory:
         if not tokens:
             return
         kind = KINDS[x.dtype]
-        n = dim // (1 if kind == FLOAT32 else 2)  # number of 32-bit words of a row
-        sizes = dict(DIM=dim, N=n, KIND=kind, SIZE=self.size, **pdl(x))
-        sizes["P"] = 1 << (max(n, self.size) - 1).bit_length()
-        sizes["WIDE"] = norm is not None and norm.weight.dtype == torch.float32
-        sizes["BIAS"] = bias is not None
-        sizes["ADD"] = residual is not None
-        sizes["NORM"] = norm is not None
-        sizes["num_warps"] = 4 if n <= 1024 else 8
+        n = dim if kind == FLOAT32 else dim // 2  # number of 32-bit words of a row
         # absent tensors are replaced by ``x``, because a kernel needs an address even if it does not read it
         weight = None
         eps = 0.0
         if norm is not None:
             weight = norm.weight
             eps = norm.eps
+        most = max(n, self.size)
+        sizes = dict(DIM=dim, N=n, KIND=kind, SIZE=self.size, **pdl(x))
+        sizes["P"] = 1 << (most - 1).bit_length()
+        sizes["WIDE"] = weight is not None and weight.dtype == torch.float32
+        sizes["BIAS"] = bias is not None
+        sizes["ADD"] = residual is not None
+        sizes["NORM"] = norm is not None
+        sizes["num_warps"] = 4 if n <= 1024 else 8
         given = (x, residual, weight, bias, y)
         tensors = [(x if one is None else one).view(torch.int32) for one in given]
         rest = (tensors[0].stride(0), self.rank, eps)
@@ -224,25 +240,21 @@ class PeerMemory:
             at = (*tensors, self.peers, self.words_met, self.progress[:2], *rest)
             sum_by_words[(tokens,)](*at, WORDS=self.layout.words, ROWS=WORD_ROWS, MOST=WORDS, **sizes)
         else:
+            sizes["SPLIT"] = way == "split"
             at = (*tensors, self.peers, self.flags_met, self.progress[2:4], *rest, tokens)
-            self._sum_by_flags(at, tokens, n, way == "split", sizes)
+            self._sum_by_flags(at, tokens, n, sizes)
 
-    def _sum_by_flags(self, at: tuple[Any, ...], tokens: int, n: int, split: bool, sizes: dict[str, Any]) -> None:
+    def _sum_by_flags(self, at: tuple[Any, ...], tokens: int, n: int, sizes: dict[str, Any]) -> None:
         programs = min(tokens, BLOCKS)
         each = 1
-        while 2 * each * n <= CHUNK and each < 4 and each * programs < tokens:
+        while each < 4 and 2 * each * n <= CHUNK and each * programs < tokens:
             each *= 2
-        sum_by_flags[(programs,)](
-            *at,
-            FLAGS=self.layout.sum_flags,
-            ROWS=self.layout.rows,
-            SUMS=self.layout.sums,
-            EACH=each,
-            BLOCKS=BLOCKS,
-            CHUNK=CHUNK,
-            SPLIT=split,
-            **sizes,
-        )
+        layout = self.layout
+        sizes["FLAGS"] = layout.sum_flags
+        sizes["ROWS"] = layout.rows
+        sizes["SUMS"] = layout.sums
+        sizes["EACH"] = each
+        sum_by_flags[(programs,)](*at, BLOCKS=BLOCKS, CHUNK=CHUNK, **sizes)
 
     @staticmethod
     def capturing() -> bool:
@@ -253,10 +265,14 @@ class PeerMemory:
         """Return the method for a sum of ``tokens`` rows of ``row_bytes`` bytes: "words", "flags" or "split".
 
         The result is the same on all ranks, as the kernels require."""
-        if tokens <= WORD_ROWS and tokens * row_bytes <= 8192 * BY_WORDS.get(self.size, 0):
+        size = self.size
+        total = tokens * row_bytes
+        if tokens <= WORD_ROWS and total <= 8192 * BY_WORDS.get(size, 0):
             return "words"
-        split = row_bytes >= 16 * self.size and tokens * row_bytes >= SPLIT_FROM.get(self.size, 1 << 62)
-        return "split" if split else "flags"
+        split_from = SPLIT_FROM.get(size)
+        if split_from is None or total < split_from:
+            return "flags"
+        return "split" if row_bytes >= 16 * size else "flags"
 
     # ---- moves ---------------------------------------------------------------------------------------------------
 
@@ -277,27 +293,16 @@ class PeerMemory:
         if out is not None and self.alone and not self.capturing():
             out.zero_()
         elif rows:
-            programs = min(MOVERS, rows * -(-columns // tile))
-            gather[(programs,)](
-                x.contiguous(),
-                x if out is None else out,
-                self.peers,
-                self.moves_met,
-                self.progress[4:6],
-                rows,
-                self.rank,
-                vocab,
-                COLUMNS=columns,
-                SIZE=self.size,
-                FLAGS=self.layout.move_flags,
-                ACKS=self.layout.move_acks,
-                PLACES=self.layout.places,
-                BLOCKS=MOVERS,
-                TILE=tile,
-                PLACE=PLACE,
-                num_warps=8,
-                **pdl(x),
-            )
+            layout = self.layout
+            sizes = dict(COLUMNS=columns, SIZE=self.size, TILE=tile, PLACE=PLACE, **pdl(x))
+            sizes["FLAGS"] = layout.move_flags
+            sizes["ACKS"] = layout.move_acks
+            sizes["PLACES"] = layout.places
+            tiles = -(-columns // tile)
+            programs = min(MOVERS, rows * tiles)
+            tensors = (x.contiguous(), x if out is None else out)
+            at = (*tensors, self.peers, self.moves_met, self.progress[4:6], rows, self.rank, vocab)
+            gather[(programs,)](*at, BLOCKS=MOVERS, num_warps=8, **sizes)
         return out
 
     def share_drawn(self, slots: Tensor, position: Tensor, state: Any) -> None:
@@ -306,24 +311,15 @@ class PeerMemory:
         For each of the N rows ``slots`` i64 [N] it copies the token at ``position`` i64 [N], the number of known
         tokens, and whether the row has stopped."""
         rows = len(slots)
-        if rows:
-            drawn[(-(-rows // DRAWN),)](
-                slots,
-                position,
-                state.tokens,
-                state.known,
-                state.stopped.view(torch.uint8),
-                self.peers,
-                self.tokens_met,
-                self.progress[6:],
-                rows,
-                state.tokens.stride(0),
-                self.rank,
-                SIZE=self.size,
-                ACKS=self.layout.drawn_acks,
-                PLACES=self.layout.drawn,
-                BLOCKS=MOVERS,
-                TILE=DRAWN,
-                num_warps=4,
-                **pdl(slots),
-            )
+        if not rows:
+            return
+        layout = self.layout
+        stopped = state.stopped.view(torch.uint8)
+        columns = (slots, position, state.tokens, state.known, stopped)
+        meeting = (self.peers, self.tokens_met, self.progress[6:])
+        sizes = dict(SIZE=self.size, BLOCKS=MOVERS, TILE=DRAWN, **pdl(slots))
+        sizes["ACKS"] = layout.drawn_acks
+        sizes["PLACES"] = layout.drawn
+        programs = -(-rows // DRAWN)
+        at = (*columns, *meeting, rows, state.tokens.stride(0), self.rank)
+        drawn[(programs,)](*at, num_warps=4, **sizes)
