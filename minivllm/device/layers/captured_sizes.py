@@ -9,6 +9,11 @@ A few of these sizes are captured before the engine is ready, and the others whi
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable
+
+RowsTokens = tuple[int, int]  # (rows, tokens) of a step
 MOST_TOKENS = 8192  # largest number of tokens of a captured mixed step, which bounds the memory of captures
 # numbers of tokens and of rows of the mixed steps that are captured before such a step has occurred
 FIRST_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -32,7 +37,7 @@ def row_sizes(most: int) -> list[int]:
     1024.
 
     Small sizes are close together, because a padded row costs relatively most there."""
-    steps = [
+    sizes = [
         1,
         2,
         4,
@@ -41,23 +46,30 @@ def row_sizes(most: int) -> list[int]:
         *range(256, 512, 32),
         *range(512, 1025, 64),
     ]
-    return sorted({n for n in steps if n < most} | {min(most, 1024)})
+    return _up_to(most, sizes)
+
+
+def _up_to(most: int, sizes: Iterable[int]) -> list[int]:
+    """Return the sizes below ``most``, and ``most`` itself but at most 1024, ascending."""
+    smaller = {n for n in sizes if n < most}
+    last = min(most, 1024)
+    return sorted({*smaller, last})
 
 
 def coarse_sizes(most: int) -> list[int]:
     """Return the numbers of rows for which mixed steps are captured, ascending; the last is ``most``, but at most 1024.
 
     They are few, because a padded row costs little in a mixed step."""
-    sizes = {n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most}
-    return sorted(sizes | {min(most, 1024)})
+    sizes = (16, 32, 64, 128, 192, 256, 384, 512, 768)
+    return _up_to(most, sizes)
 
 
 def shared_sizes(most: int) -> list[int]:
     """Return the numbers of rows of captured decode steps that read shared prefixes once, ascending.
 
     They are few, because such steps are rarer."""
-    sizes = {n for n in (16, 32, 64, 128, 256, 384, 512, 768) if n < most}
-    return sorted(sizes | {min(most, 1024)})
+    sizes = (16, 32, 64, 128, 256, 384, 512, 768)
+    return _up_to(most, sizes)
 
 
 def token_size(tokens: int) -> int:
@@ -71,25 +83,30 @@ def token_size(tokens: int) -> int:
         unit = 128
     else:
         unit = 256 if tokens <= 4096 else 512
-    return -(-tokens // unit) * unit
+    units = -(-tokens // unit)
+    return units * unit
 
 
-def first_mixed(coarse: list[int], most: int) -> list[tuple[int, int]]:
+def first_mixed(coarse: list[int], most: int) -> list[RowsTokens]:
     """Return (rows, tokens) of the mixed steps that are captured at the start, most tokens first.
 
     ``most`` is the largest number of tokens of a captured step, and ``coarse`` the result of ``coarse_sizes``.  Any
     smaller mixed step can be padded to one of these sizes (``device/worker/graphs.py``).
     """
     most = token_size(min(most, MOST_TOKENS))
+    most_rows = coarse[-1]
     rows = [n for n in coarse[:-1] if n in FIRST_ROWS]
-    rows.append(coarse[-1])
-    long_rows = next((n for n in rows if n >= LONG_ROWS), rows[-1])
-    sizes = {(max(t, r), r) for t in FIRST_TOKENS if t < most for r in rows}
-    sizes |= {(t, long_rows) for t in LONG_TOKENS if t < most}
-    sizes |= {(t, rows[-1]) for t in MANY_ROWS_TOKENS if t < most}
-    of_largest = rows if most <= FIRST_TOKENS[-1] else [long_rows, rows[-1]]
-    sizes |= {(max(most, r), r) for r in of_largest}
-    return [(r, t) for t, r in sorted(sizes, reverse=True)]
+    rows.append(most_rows)
+    wide = [n for n in rows if n >= LONG_ROWS]
+    long_rows = wide[0] if wide else most_rows
+    sizes = [*itertools.product(FIRST_TOKENS, rows)]
+    sizes += itertools.product(LONG_TOKENS, [long_rows])
+    sizes += itertools.product(MANY_ROWS_TOKENS, [most_rows])
+    sizes = [(t, r) for t, r in sizes if t < most]
+    of_largest = rows if most <= FIRST_TOKENS[-1] else [long_rows, most_rows]
+    sizes += itertools.product([most], of_largest)
+    by_tokens = {(max(t, r), r) for t, r in sizes}
+    return [(r, t) for t, r in sorted(by_tokens, reverse=True)]
 
 
 def useful_sizes(ms: dict[int, float]) -> list[int]:
@@ -97,8 +114,10 @@ def useful_sizes(ms: dict[int, float]) -> list[int]:
 
     Some sizes take a third longer than the next larger size in the GPU's matrix library."""
     keep: list[int] = []
+    fastest = math.inf  # milliseconds of the fastest larger size
     for size in sorted(ms, reverse=True):
-        if not keep or ms[size] <= min(ms[k] for k in keep):
+        if ms[size] <= fastest:
+            fastest = ms[size]
             keep.insert(0, size)
     return keep
 
@@ -107,24 +126,29 @@ def long_decode(sizes: list[int]) -> list[int]:
     """Return the numbers of rows for which decode steps of long contexts are captured ahead, descending.
 
     ``sizes`` are all sizes, ascending.  Steps of other sizes run in the next larger capture until they are frequent."""
-    return sorted({n for n in sizes if n in LONG_CONTEXT_ROWS} | {sizes[-1]}, reverse=True)
+    ahead = {n for n in sizes if n in LONG_CONTEXT_ROWS}
+    ahead.add(sizes[-1])
+    return sorted(ahead, reverse=True)
 
 
 def first_decode(sizes: list[int]) -> set[int]:
     """Return the sizes of decode steps that are captured before the engine is ready.
 
     ``sizes`` are all sizes, ascending.  The largest is one of them, so every decode step fits a capture."""
-    return {n for n in sizes if n in READY_ROWS} | {sizes[-1]}
+    ready = {n for n in sizes if n in READY_ROWS}
+    ready.add(sizes[-1])
+    return ready
 
 
-def is_first_mixed(size: tuple[int, int], sizes: list[tuple[int, int]]) -> bool:
+def is_first_mixed(size: RowsTokens, sizes: list[RowsTokens]) -> bool:
     """Return whether a mixed step of (rows, tokens) is captured before the engine is ready.
 
     ``sizes`` are the results of ``first_mixed``.  The smallest and the largest are captured, and for the fewest and the
     most rows one of READY_TOKENS tokens."""
-    rows, tokens = size
-    few = min(r for r, _ in sizes)
-    most = max(r for r, _ in sizes)
     by_tokens = sorted(sizes, key=lambda one: one[::-1])
-    ends = by_tokens[0], by_tokens[-1]
-    return size in ends or (rows in (few, most) and tokens == READY_TOKENS)
+    if size in (by_tokens[0], by_tokens[-1]):
+        return True
+    rows, tokens = size
+    all_rows = [r for r, _ in sizes]
+    ends = min(all_rows), max(all_rows)
+    return rows in ends and tokens == READY_TOKENS

@@ -94,9 +94,11 @@ def alibi(heads: int) -> tuple[float, ...]:
 
     If ``heads`` is no power of two, the slopes for the next lower power of two come first, then every second slope for
     the next higher power."""
-    below = 1 << heads.bit_length() - 1
+    power = heads.bit_length() - 1
+    below = 1 << power
     slopes = [2.0 ** (-8 * i / below) for i in range(1, below + 1)]
-    slopes += [2.0 ** (-8 * i / (2 * below)) for i in range(1, 2 * below + 1, 2)]
+    above = 2 * below
+    slopes += [2.0 ** (-8 * i / above) for i in range(1, above + 1, 2)]
     return tuple(slopes[:heads])
 
 
@@ -226,9 +228,11 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False, ignored
         # transformers reads ``truncate`` from the outer table only, and ignores a nested one
         params.pop("truncate", None)
     needs, takes = ROPES[kind]
-    for name in ("rope_theta", *needs, *takes):
-        if name in needs or name == "rope_theta" or params.get(name) is not None:
-            _check_number(name, params.get(name), kind)
+    needed = ("rope_theta", *needs)
+    for name in (*needed, *takes):
+        value = params.get(name)
+        if name in needed or value is not None:
+            _check_number(name, value, kind)
     if kind == "llama3" and params["high_freq_factor"] <= params["low_freq_factor"]:
         raise ModelError("rope_parameters: expected high_freq_factor above low_freq_factor")
     known = HARMLESS | set(needs) | set(takes) | set(ignored)
@@ -236,14 +240,17 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False, ignored
     if extra:
         raise ModelError(f"rope_parameters: {', '.join(extra)} not known for rope_type={shown(kind)}; remove it")
     size = head_dim(cfg)
-    share = params.get("partial_rotary_factor") or getattr(cfg, "partial_rotary_factor", None) or 1.0
+    own = getattr(cfg, "partial_rotary_factor", None)
+    share = params.get("partial_rotary_factor") or own or 1.0
     if share != 1 and not partial and kind != "proportional":
         raise ModelError(f"partial_rotary_factor={shown(share)}: expected 1, this architecture rotates whole heads")
     turned = size if kind == "proportional" else int(size * share)
     if turned % 2 or not 0 < turned <= size:
         what = f"head_dim={size} (of num_attention_heads={cfg.num_attention_heads})"
         raise ModelError(f"partial_rotary_factor={shown(share)}: expected an even part of {what}, got {turned}")
-    return Rope(turned, float(params["rope_theta"]), kind, *_numbers(cfg, kind, params, turned, share))
+    theta = float(params["rope_theta"])
+    numbers, switch = _numbers(cfg, kind, params, turned, share)
+    return Rope(turned, theta, kind, numbers, switch)
 
 
 def query_growth(cfg: Any) -> tuple[float, int] | None:
@@ -251,7 +258,8 @@ def query_growth(cfg: Any) -> tuple[float, int] | None:
 
     None means that the factor is always 1.  ModelError for a missing or invalid number."""
     found = getattr(cfg, "rope_parameters", None) or {}
-    beta, trained = found.get(BETA), found.get(ORIGINAL)
+    beta = found.get(BETA)
+    trained = found.get(ORIGINAL)
     if not isinstance(beta, int | float) or isinstance(beta, bool) or not 0 <= beta < math.inf:
         raise ModelError(f"rope_parameters: {BETA}={shown(beta)}: expected a number >= 0")
     if not isinstance(trained, int) or isinstance(trained, bool) or trained < 1:

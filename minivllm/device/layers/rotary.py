@@ -14,6 +14,8 @@ from minivllm.core.interfaces.decoder import Rope
 
 from .norm import rms_norm
 
+Frequencies = tuple[Tensor, float]  # (radians per position float32 [dim / 2], factor of cos and sin)
+
 
 def order_of_halves(dim: int, turned: int) -> Tensor:
     """Return i64 [dim]: for each element of a head in this engine, its index in a checkpoint with interleaved pairs.
@@ -22,11 +24,12 @@ def order_of_halves(dim: int, turned: int) -> Tensor:
     then the odd ones, then the elements that are not rotated.
     """
     order = torch.arange(dim)
-    order[:turned] = torch.cat((torch.arange(0, turned, 2), torch.arange(1, turned, 2)))
+    even = torch.arange(0, turned, 2)
+    order[:turned] = torch.cat((even, even + 1))
     return order
 
 
-def inverse_frequencies(rope: Rope, longest: int = 0) -> tuple[Tensor, float]:
+def inverse_frequencies(rope: Rope, longest: int = 0) -> Frequencies:
     """Return (radians per position float32 [dim / 2], factor of cos and sin), rounded as in transformers.
 
     ``longest`` 0 selects the frequencies of short requests.  A larger value selects the frequencies of requests longer
@@ -38,7 +41,8 @@ def inverse_frequencies(rope: Rope, longest: int = 0) -> tuple[Tensor, float]:
     if rope.kind == "dynamic" and longest:  # NTK-aware scaling increases the base with the length of the sequence
         factor = numbers["factor"]
         trained = numbers["trained"]
-        stretch = factor * max(longest, trained) / trained - (factor - 1)
+        stretch = factor * max(longest, trained) / trained
+        stretch -= factor - 1
         theta = theta * stretch ** (dim / (dim - 2))
     inv = 1.0 / (theta**exponent)
     if rope.kind == "linear":
@@ -62,11 +66,12 @@ def _llama3(inv: Tensor, numbers: Mapping[str, Any]) -> Tensor:
     high = numbers["high_freq_factor"]
     wave = 2 * math.pi / inv
     turns = numbers["original_max_position_embeddings"] / wave
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    blend = (turns - low) / (high - low)
+    blend = blend.clamp(0, 1)
     return (1 - blend) * inv / factor + blend * inv
 
 
-def _yarn(rope: Rope, numbers: Mapping[str, Any]) -> tuple[Tensor, float]:
+def _yarn(rope: Rope, numbers: Mapping[str, Any]) -> Frequencies:
     """Return the frequencies [dim / 2] and the factor of cos and sin of YaRN (arXiv:2309.00071).
 
     Frequencies that make many turns within the trained length are kept, and low ones are divided by the factor."""
@@ -86,52 +91,65 @@ def _yarn(rope: Rope, numbers: Mapping[str, Any]) -> tuple[Tensor, float]:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, dim - 1)
-    waves = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
+    exponents = torch.arange(0, dim, 2).float() / dim
+    waves = rope.theta**exponents
     width = high - low if high != low else 0.001
     pairs = torch.arange(dim // 2, dtype=torch.float32)
-    kept = 1 - ((pairs - low) / width).clamp(0, 1)
-    inv = 1.0 / (factor * waves) * (1 - kept) + 1.0 / waves * kept
+    ramp = (pairs - low) / width
+    kept = 1 - ramp.clamp(0, 1)
+    divided = 1.0 / (factor * waves)
+    inv = divided * (1 - kept) + 1.0 / waves * kept
+    return inv, _yarn_scale(numbers)
+
+
+def _yarn_scale(numbers: Mapping[str, Any]) -> float:
+    """Return YaRN's factor of cos and sin."""
     scale = numbers.get("attention_factor")
+    if scale is not None:
+        return float(scale)
+    factor = numbers["factor"]
     one = numbers.get("mscale")
     all_dims = numbers.get("mscale_all_dim")
-    if scale is None and one and all_dims:
-        scale = _mscale(factor, one) / _mscale(factor, all_dims)
-    elif scale is None:
-        scale = _mscale(factor, 1.0)
-    return inv, float(scale)
+    if one and all_dims:
+        return _mscale(factor, one) / _mscale(factor, all_dims)
+    return _mscale(factor, 1.0)
 
 
 def _mscale(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * scale * math.log(factor) + 1.0
 
 
-def _longrope(rope: Rope, numbers: Mapping[str, Any], exponent: Tensor, long: bool) -> tuple[Tensor, float]:
+def _longrope(rope: Rope, numbers: Mapping[str, Any], exponent: Tensor, long: bool) -> Frequencies:
     """Return the frequencies [dim / 2] and the factor of cos and sin of LongRoPE (arXiv:2402.13753).
 
     Each pair has its own divisor; ``long`` selects the divisors for long sequences."""
     divisors = numbers["long_factor" if long else "short_factor"]
     stretch = torch.tensor(divisors, dtype=torch.float32)
+    inv = 1.0 / (stretch * rope.theta**exponent)
     factor = numbers["factor"]
     scale = numbers.get("attention_factor")
-    if scale is None:
-        trained = math.log(numbers["original_max_position_embeddings"])
-        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / trained)
-    return 1.0 / (stretch * rope.theta**exponent), float(scale)
+    if scale is not None:
+        return inv, float(scale)
+    if factor <= 1:
+        return inv, 1.0
+    trained = math.log(numbers["original_max_position_embeddings"])
+    return inv, math.sqrt(1 + math.log(factor) / trained)
 
 
 def rotary_tables(rope: Rope, length: int, device: str, twice: bool = False) -> tuple[Tensor, Tensor]:
     """Return cos and sin, float32 [length, dim], by position; the two halves of a row are equal.
 
     ``twice`` returns [2 * length, dim]: the second ``length`` rows are for requests longer than ``rope.switch``."""
-
-    def angles(longest: int) -> tuple[Tensor, float]:
+    position = torch.arange(length).float()
+    cos = []
+    sin = []
+    for longest in (0, length - 1) if twice else (0,):
         inv, scale = inverse_frequencies(rope, longest)
-        position = torch.arange(length).float()
-        return torch.outer(position, inv).repeat(1, 2), scale
-
-    made = [angles(0), angles(length - 1)] if twice else [angles(0)]
-    cos = [angle.cos() * scale for angle, scale in made]
-    sin = [angle.sin() * scale for angle, scale in made]
+        angle = torch.outer(position, inv).repeat(1, 2)
+        cos.append(angle.cos() * scale)
+        sin.append(angle.sin() * scale)
     return torch.cat(cos).to(device), torch.cat(sin).to(device)
 
 
@@ -143,8 +161,11 @@ def query_factors(rope: Rope, length: int, device: str, dtype: torch.dtype, twic
         return None
     beta, trained = rope.query_growth
     position = torch.arange(length).float()
-    factors = 1 + beta * torch.log(1 + torch.floor(position / trained))
-    return factors.repeat(2 if twice else 1).to(device, dtype)
+    periods = torch.floor(position / trained)
+    factors = 1 + beta * torch.log(1 + periods)
+    if twice:
+        factors = factors.repeat(2)
+    return factors.to(device, dtype)
 
 
 def gather_rotary(pre: QKPre, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +173,8 @@ def gather_rotary(pre: QKPre, position: Tensor) -> tuple[Tensor, Tensor]:
     # ``pre.cos`` and ``pre.sin`` are not None here
     cos = pre.cos.index_select(0, position).unsqueeze(1)  # type: ignore[union-attr]
     sin = pre.sin.index_select(0, position).unsqueeze(1)  # type: ignore[union-attr]
-    sin[..., : sin.shape[-1] // 2].neg_()
+    half = sin.shape[-1] // 2
+    sin[..., :half].neg_()
     return cos, sin
 
 
@@ -161,12 +183,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     ``cos`` and ``sin`` come from ``gather_rotary``.  The arithmetic is float32, the result has the dtype of x."""
     dim = cos.shape[-1]
-    head = (x if x.shape[-1] == dim else x[..., :dim]).float()
+    whole = x.shape[-1] == dim
+    head = x if whole else x[..., :dim]
+    head = head.float()
     # ``torch.addcmul`` is not used, because it rounds the product before the sum for some elements only, depending on
     # their positions in a thread's share.
     turned = head.roll(dim // 2, -1).mul_(sin)
     y = (head * cos).add_(turned).to(x.dtype)
-    if x.shape[-1] == dim:
+    if whole:
         return y
     return torch.cat((y, x[..., dim:]), dim=-1)
 
@@ -179,21 +203,28 @@ def prepare_qk(
     ``work`` is a dict for one step, in which the first layer stores its rows of the rotary tables for the other layers.
     None means that nothing is stored.
     """
-    same = (pre.q_norm is None) == (pre.k_norm is None)
+    both = _adjacent(q, k, pre)
+    if both is None:
+        q = prepare(q, pre.q_norm, position, pre, work)
+        k = prepare(k, pre.k_norm, position, pre, work)
+        return q, k
     heads = q.shape[1]
-    both = None
-    if same and q.device.type == "cpu" and q.dtype == torch.float32:
-        both = joined(q, k)
-    if both is not None:  # q and k are adjacent in one projection, so they are rotated in one pass
-        if pre.q_norm is not None and pre.k_norm is not None and pre.both is None:
-            of_q = pre.q_norm.expand(heads, -1)
-            of_k = pre.k_norm.expand(k.shape[1], -1)
-            pre.both = torch.cat((of_q, of_k))
-        both = prepare(both, pre.both, position, pre, work)
-        return both[:, :heads], both[:, heads:]
-    q = prepare(q, pre.q_norm, position, pre, work)
-    k = prepare(k, pre.k_norm, position, pre, work)
-    return q, k
+    if pre.q_norm is not None and pre.k_norm is not None and pre.both is None:
+        of_q = pre.q_norm.expand(heads, -1)
+        of_k = pre.k_norm.expand(k.shape[1], -1)
+        pre.both = torch.cat((of_q, of_k))
+    both = prepare(both, pre.both, position, pre, work)
+    return both[:, :heads], both[:, heads:]
+
+
+def _adjacent(q: Tensor, k: Tensor, pre: QKPre) -> Tensor | None:
+    """Return a view of q and k as one tensor if one pass over it can prepare both, else None.
+
+    They are then adjacent in one float32 projection on a CPU, and both have a norm or none has."""
+    same = (pre.q_norm is None) == (pre.k_norm is None)
+    if not same or q.device.type != "cpu" or q.dtype != torch.float32:
+        return None
+    return joined(q, k)
 
 
 def joined(q: Tensor, k: Tensor) -> Tensor | None:
@@ -203,12 +234,15 @@ def joined(q: Tensor, k: Tensor) -> Tensor | None:
     """
     tokens, heads, dim = q.shape
     strides = q.stride()
-    if strides != k.stride() or dim != k.shape[2] or strides[1:] != (dim, 1):
+    if strides != k.stride() or dim != k.shape[2]:
+        return None
+    if strides[1:] != (dim, 1):
         return None
     end = q.data_ptr() + heads * dim * q.element_size()
     if end != k.data_ptr():
         return None
-    return q.as_strided((tokens, heads + k.shape[1], dim), strides)
+    both = heads + k.shape[1]
+    return q.as_strided((tokens, both, dim), strides)
 
 
 def prepare(x: Tensor, norm: Tensor | None, position: Tensor, pre: QKPre, work: dict[Any, Any] | None) -> Tensor:
