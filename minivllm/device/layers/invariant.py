@@ -32,10 +32,13 @@ def same_at_every_place(call: Callable[[Tensor], Tensor], like: Tensor) -> bool:
 
     The test input has the shape, dtype and device of ``like``; all its rows are the same random row.
     """
-    line = torch.randn(like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
-    got = call(line.expand(like.shape).contiguous())
+    generator = torch.Generator().manual_seed(0)
+    line = torch.randn(like.shape[-1], generator=generator).to(like)
+    rows = line.expand(like.shape).contiguous()
+    got = call(rows)
     got = got.reshape(-1, got.shape[-1])
-    return torch.equal(got, got[:1].expand_as(got))
+    first = got[:1]
+    return torch.equal(got, first.expand_as(got))
 
 
 class FixedRows:
@@ -47,29 +50,35 @@ class FixedRows:
         self.weight = weight
         self.packed = pack(weight)
         self.rows = rows or ROWS
-        if not rows and not same_at_every_place(self._call, weight.new_empty(ROWS, weight.shape[1])):
+        like = weight.new_empty(ROWS, weight.shape[1])
+        if not rows and not same_at_every_place(self._call, like):
             self.rows = 1
 
     def _call(self, x: Tensor) -> Tensor:
         return matmul(x, self.weight, self.packed)
 
     def __call__(self, x: Tensor) -> Tensor:
-        tokens = x.shape[0]
+        tokens, width = x.shape[:2]
         whole = -(-tokens // self.rows) * self.rows
         if whole == 0:
             return x.new_empty(0, self.weight.shape[0])
         if whole != tokens or not x.is_contiguous():
-            x, given = x.new_zeros(whole, x.shape[1]), x
+            given = x
+            x = given.new_zeros(whole, width)
             x[:tokens] = given
         parts = x.split(self.rows)
-        if x.data_ptr() % 64 or (self.rows * x.shape[1] * x.element_size()) % 64:  # alignment may affect the kernel
+        size = self.rows * width * x.element_size()
+        if x.data_ptr() % 64 or size % 64:  # alignment may affect the kernel
             parts = tuple(part.clone() for part in parts)
-        return torch.cat([self._call(part) for part in parts])[:tokens]
+        y = torch.cat([self._call(part) for part in parts])
+        return y[:tokens]
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return the logistic function in operations whose result depends on each element alone."""
-    return x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype)
+    y = x.float().neg().exp_()
+    y = y.add_(1.0).reciprocal_()
+    return y.to(x.dtype)
 
 
 def gate_out(x: Tensor, gate: Tensor) -> Tensor:
@@ -81,12 +90,16 @@ def activate(x: Tensor, activation: str = "silu") -> Tensor:
     """Apply an activation of ``activation.APPLY`` in operations whose result depends on each element alone."""
     y = x.float()
     if activation == "silu":
-        y = y.div(y.neg().exp_().add_(1.0))
+        divisor = y.neg().exp_().add_(1.0)
+        y = y.div(divisor)
     elif activation == "gelu_tanh":
-        inner = (y * y * y * 0.044715).add_(y).mul_(math.sqrt(2 / math.pi))
-        y = torch.tanh(inner).add_(1.0).mul_(y * 0.5)
+        cube = y * y * y * 0.044715
+        inner = cube.add_(y).mul_(math.sqrt(2 / math.pi))
+        share = torch.tanh(inner).add_(1.0)
+        y = share.mul_(y * 0.5)
     elif activation == "gelu":
-        y = torch.erf(y * math.sqrt(0.5)).add_(1.0).mul_(y * 0.5)
+        share = torch.erf(y * math.sqrt(0.5)).add_(1.0)
+        y = share.mul_(y * 0.5)
     else:
         y = APPLY[activation](y)
     return y.to(x.dtype)

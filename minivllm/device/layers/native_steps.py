@@ -171,11 +171,11 @@ class NativeSteps:
         hidden = self._forward(plan, every)
         assert hidden is not None
         sums = pool(plan, hidden, every, self.state) if len(plan.pooled) else None
-        if not len(at):
+        n = len(at)
+        if not n:
             return None, sums
-        self.hidden[: len(at)] = self.hidden[torch.from_numpy(at)]  # ``sample`` reads the first rows of the buffer
-        drawn = self.hidden[: len(at)]
-        return drawn if self._dtype == torch.float32 else drawn.to(self._dtype), sums
+        self.hidden[:n] = self.hidden[torch.from_numpy(at)]  # ``sample`` reads the first rows of the buffer
+        return self.hidden[:n].to(self._dtype), sums
 
     def _forward(self, plan: StepPlan, used: np.ndarray) -> torch.Tensor | None:
         """Run the layers of a step, and return the hidden states [N, H] of the tokens with indices ``used`` i64 [N];
@@ -186,11 +186,13 @@ class NativeSteps:
         n = len(used)
         box[0] = r
         box[1] = n
-        box[2 : 2 + r] = whole.slots
-        box[2 + r : 2 + 2 * r] = whole.q_len
-        box[2 + 2 * r : 2 + 3 * r] = whole.computed
+        columns = columns_of(box, r)
+        columns[0] = whole.slots
+        columns[1] = whole.q_len
+        columns[2] = whole.computed
         if n:
-            box[2 + 3 * r : 2 + 3 * r + n] = used
+            end = 2 + columns.size
+            box[end : end + n] = used
         advance = self._set_states(plan, whole)
         if self.places is None:
             self.program.forward(self._at)
@@ -200,8 +202,7 @@ class NativeSteps:
         advance()
         if not n:
             return None
-        hidden = self.hidden[:n]
-        return hidden if self._dtype == torch.float32 else hidden.to(self._dtype)
+        return self.hidden[:n].to(self._dtype)
 
     def _set_states(self, plan: StepPlan, whole: StepPlan) -> Callable[[], None]:
         """Set the recurrent states of a step, and return a function that records the tokens that the states cover after
@@ -249,7 +250,8 @@ class NativeSteps:
         if self.state.active[:-1, slots].any():
             return False
         variant = self.state.processors[-1].variant[slots]
-        return bool(((variant & self.plain) == variant).all() and variant.all())
+        drawable = (variant & self.plain) == variant
+        return bool(drawable.all() and variant.all())
 
     def sample(self, plan: StepPlan) -> torch.Tensor:
         """Draw the tokens of N rows, write them to the columns, and return i32 [3, N]: tokens, counts and flags."""
@@ -257,10 +259,11 @@ class NativeSteps:
         n = len(plan.samples)
         box[0] = n
         box[1] = LOGITS | DRAW
-        box[2 : 2 + n] = plan.slots[plan.samples]
         ends = plan.computed + plan.q_len
-        box[2 + n : 2 + 2 * n] = ends[plan.samples]
-        box[2 + 2 * n : 2 + 3 * n] = plan.draft[plan.samples] if len(plan.draft) else 0
+        columns = columns_of(box, n)
+        columns[0] = plan.slots[plan.samples]
+        columns[1] = ends[plan.samples]
+        columns[2] = plan.draft[plan.samples] if len(plan.draft) else 0
         packed = np.empty((3, n), np.int32)
         self.program.sample(self._at, address(packed))
         return torch.from_numpy(packed)
@@ -327,10 +330,11 @@ class NativeHead:
         self.states[: len(states)] = states
         self.stopped.copy_(self.state.stopped)
         box[0] = box[1] = r
-        box[2 : 2 + r] = slots
-        box[2 + r : 2 + 2 * r] = q_len
-        box[2 + 2 * r : 2 + 3 * r] = computed
-        box[2 + 3 * r : 2 + 4 * r] = q_len.cumsum() - 1
+        columns = columns_of(box, r, 4)
+        columns[0] = slots
+        columns[1] = q_len
+        columns[2] = computed
+        columns[3] = q_len.cumsum() - 1
         self.program.forward(self._at)
         box[1] = LOGITS
         self.program.sample(self._at, self._out_at)
@@ -348,10 +352,11 @@ class NativeHead:
         r = len(slots)
         box[0] = r
         box[1] = DRAW
-        box[2 : 2 + r] = slots
         last = self.state.tokens.shape[1] - 1
-        box[2 + r : 2 + 2 * r] = np.minimum(position, last)
-        box[2 + 2 * r : 2 + 3 * r] = 0
+        columns = columns_of(box, r)
+        columns[0] = slots
+        columns[1] = np.minimum(position, last)
+        columns[2] = 0
         self.program.sample(self._at, self._out_at)
         return torch.from_numpy(self._out.ravel()[:r].astype(np.int64))
 
@@ -378,16 +383,22 @@ class NativeHead:
         self.stopped.copy_(self.state.stopped)
         box[0] = r
         box[1] = k
-        box[2 : 2 + r] = slots
-        box[2 + r : 2 + 2 * r] = q_len
-        box[2 + 2 * r : 2 + 3 * r] = computed
-        box[2 + 3 * r : 2 + 4 * r] = known
+        columns = columns_of(box, r, 4)
+        columns[0] = slots
+        columns[1] = q_len
+        columns[2] = computed
+        columns[3] = known
         drafts = np.empty((k, r), np.int32)
         self.program.propose(self._at, source, address(drafts))
         return drafts
 
     def close(self) -> None:
         self.program.close()
+
+
+def columns_of(box: np.ndarray, rows: int, count: int = 3) -> np.ndarray:
+    """Return the views [count, rows] of the arguments of a native call that have a number for each row of the step."""
+    return box[2 : 2 + count * rows].reshape(count, rows)
 
 
 def replaceable(plugin: Any) -> Any:

@@ -21,7 +21,8 @@ def pooled_tokens(plan: StepPlan) -> np.ndarray:
     begin = ends[rows] - plan.q_len[rows] + first
     total = count.cumsum()
     shift = begin - (total - count)
-    return shift.repeat(count) + np.arange(int(count.sum()))
+    line = np.arange(int(count.sum()))
+    return shift.repeat(count) + line
 
 
 def used_tokens(plan: StepPlan, drawing: np.ndarray) -> np.ndarray:
@@ -54,7 +55,8 @@ def pool(plan: StepPlan, hidden: Tensor, used: np.ndarray | None, state: Any) ->
     """Return the sums f64 [len(plan.pooled), H] of the hidden states [N, H] of the tokens ``used`` (see ``rows_of``).
 
     ``state`` is the ``DeviceState`` of ``device/worker/state.py``."""
-    return _sums(plan, hidden, rows_of(pooled_tokens(plan), used), state)
+    rows = rows_of(pooled_tokens(plan), used)
+    return _sums(plan, hidden, rows, state)
 
 
 def pool_captured(plan: StepPlan, hidden: Tensor, state: Any) -> Tensor:
@@ -72,15 +74,18 @@ def _sums(plan: StepPlan, hidden: Tensor, rows: np.ndarray, state: Any) -> Tenso
     each token of ``pooled_tokens``."""
     counts = plan.pooled[:, 2]
     if (counts == 1).all():
-        return hidden[state.to(rows)].double()
+        read = state.to(rows)
+        return hidden[read].double()
     begin = counts.cumsum() - counts
     sums = torch.zeros(len(counts), hidden.shape[1], dtype=torch.float64, device=hidden.device)
     single = np.flatnonzero(counts == 1)
     if len(single):
-        lines, read = state.to(np.stack([single, rows[begin[single]]]))
+        read_by = np.stack([single, rows[begin[single]]])
+        lines, read = state.to(read_by)
         sums[lines] = hidden[read].double()
     # line by line, because a float64 copy of all hidden states may not fit into memory
     for line in np.flatnonzero(counts > 1).tolist():
-        adjacent = hidden.narrow(0, int(rows[begin[line]]), int(counts[line]))
+        first = int(rows[begin[line]])
+        adjacent = hidden.narrow(0, first, int(counts[line]))
         sums[line] = adjacent.sum(0, dtype=torch.float64)
     return sums

@@ -34,28 +34,39 @@ class StoredProduct(NamedTuple):
 
     def __call__(self, x: Tensor, rows: slice | None = None, out: Tensor | None = None) -> Tensor:
         """Multiply x [T, in] by the weight, or by its ``rows``: y [T, rows] in x's dtype, in ``out`` if given."""
-        first, last = (0, self.outputs) if rows is None else (rows.start, rows.stop)
-        y = out
+        first = 0
+        last = self.outputs
+        if rows is not None:
+            first = rows.start
+            last = rows.stop
         if out is None or out.stride(1) != 1 or out.dtype != x.dtype:
             y = x.new_empty(len(x), last - first)
-        assert y is not None
+        else:
+            y = out
         if len(x):
-            weight, scale, zero, group = self.stored
-            addresses = [None if t is None else t.data_ptr() for t in (weight, scale, zero, None)]
-            size = FORMATS[weight.dtype], self.outputs, self.inputs, group or self.inputs
-            matrix = MatrixAddresses(*addresses, *size)
+            matrix = self._matrix()
             numbers = x.float().contiguous()
-            given = ctypes.addressof(matrix), numbers.data_ptr(), len(x), first, last
+            given = ctypes.addressof(matrix), numbers.data_ptr(), len(x)
             result = y.data_ptr(), FORMATS[y.dtype], y.stride(0)
-            team().run("shared_product", *given, *result)
+            team().run("shared_product", *given, first, last, *result)
         if out is None or y is out:
             return y
         return out.copy_(y)
 
+    def _matrix(self) -> MatrixAddresses:
+        """Return the weight for the native library, which reads the memory of its tensors."""
+        weight, scale, zero, group = self.stored
+        addresses = [None if t is None else t.data_ptr() for t in (weight, scale, zero, None)]
+        kind = FORMATS[weight.dtype]
+        return MatrixAddresses(*addresses, kind, self.outputs, self.inputs, group or self.inputs)
+
 
 def widened(dtype: torch.dtype) -> bool:
     """Return whether torch's products on this CPU are faster in float32 than in ``dtype``."""
-    return dtype != torch.float32 and not hardware.multiplies(str(dtype).removeprefix("torch."))
+    if dtype == torch.float32:
+        return False
+    name = str(dtype).removeprefix("torch.")
+    return not hardware.multiplies(name)
 
 
 def stored_product(stored: StoredWeight, outputs: int, inputs: int, dtype: torch.dtype) -> StoredProduct | None:
@@ -71,7 +82,8 @@ def stored_product(stored: StoredWeight, outputs: int, inputs: int, dtype: torch
 
 def whole(*tensors: Tensor | None) -> bool:
     """Return whether all tensors are contiguous and in CPU memory; elements that are None are ignored."""
-    return all(t is None or (t.is_contiguous() and t.device.type == "cpu") for t in tensors)
+    given = [t for t in tensors if t is not None]
+    return all(t.is_contiguous() and t.device.type == "cpu" for t in given)
 
 
 def readable(stored: StoredWeight, outputs: int, inputs: int) -> bool:
@@ -83,19 +95,24 @@ def readable(stored: StoredWeight, outputs: int, inputs: int) -> bool:
         return False
     if any(t is not None and t.dtype != torch.float32 for t in (scale, zero)):
         return False
+    shape = (outputs, inputs)
+    scales = _count(scale)
+    zeros = _count(zero)
     if weight.dtype in PLAIN:
-        return weight.shape == (outputs, inputs) and scale is None and zero is None
+        return weight.shape == shape and scale is None and zero is None
     if weight.dtype == torch.int8:
         one_group = group in (0, inputs)
-        return weight.shape == (outputs, inputs) and one_group and zero is None and _count(scale) == outputs
+        return weight.shape == shape and one_group and zero is None and scales == outputs
     group = group or inputs
     if weight.dtype != torch.uint8 or group % NIBBLES or inputs % group:
         return False
-    scales = outputs * (inputs // group)
     if weight.shape != (outputs, inputs // 2):
         return False
-    return _count(scale) == scales and _count(zero) in (0, scales)
+    groups = outputs * (inputs // group)
+    return scales == groups and zeros in (0, groups)
 
 
 def _count(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel()
+    if tensor is None:
+        return 0
+    return tensor.numel()
