@@ -40,9 +40,14 @@ class LayerAdapters:
     """The adapters of the linear layer ``name``: the change of each method that changes it, by the method's number."""
 
     def __init__(self, name: str, active: ActiveMethods, memories: Sequence[AdapterMemory]) -> None:
-        self.name, self.active, self.memories = name, active, memories
-        found = [(number, memory.layer(name)) for number, memory in enumerate(memories)]
-        self.changes = [(number, change) for number, change in found if change is not None]
+        self.name = name
+        self.active = active
+        self.memories = memories
+        self.changes: list[tuple[int, Any]] = []
+        for number, memory in enumerate(memories):
+            change = memory.layer(name)
+            if change is not None:
+                self.changes.append((number, change))
 
     def low_rank(self, number: int) -> LowRank | None:
         """Return the adapters of a method as low-rank products, None if they may be something else."""
@@ -66,16 +71,23 @@ class LayerAdapters:
         number, change = self._only(x)
         if change is None or not hasattr(change, "gated"):
             return None
-        other, after = (-1, None) if following is None else following._only(x)
-        found: Tensor | None = change.gated(product, x, activation, after if other == number else None)
+        after = None
+        if following is not None:
+            other, after = following._only(x)
+            if other != number:
+                after = None
+        found: Tensor | None = change.gated(product, x, activation, after)
         return found
 
     def _only(self, x: Tensor) -> tuple[int, Any]:
         """Return the number of the only method of the running step that may change the layer for x [T, in], and its
         change; (-1, None) if there are none or several."""
         self.active.match(len(x))
-        active = [(number, change) for number, change in self.changes if number in self.active.numbers]
-        return active[0] if len(active) == 1 else (-1, None)
+        numbers = self.active.numbers
+        active = [(number, change) for number, change in self.changes if number in numbers]
+        if len(active) != 1:
+            return -1, None
+        return active[0]
 
     def added_to(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return product(x) [T, out] as the methods of the running step change it, for x [T, in].
@@ -95,14 +107,20 @@ class AdaptedTaps:
     """
 
     def __init__(self, memories: Sequence[AdapterMemory], points: Collection[str], then: StepTaps | None) -> None:
-        self.memories, self.adapted, self.then = memories, points, then
-        self.points = frozenset(points) | (frozenset() if then is None else then.points)
+        self.memories = memories
+        self.adapted = points
+        self.then = then
+        self.points = frozenset(points)
+        if then is not None:
+            self.points |= then.points
 
     def __call__(self, point: str, x: Tensor) -> Tensor:
         if point in self.adapted:
             for memory in self.memories:
                 x = memory.at_point(point, x)
-        return x if self.then is None else self.then(point, x)
+        if self.then is None:
+            return x
+        return self.then(point, x)
 
     def given(self, point: str) -> Tensor | None:
         """Return the experts that requests set for a router, as ``StepTaps.given``; None without taps of requests."""

@@ -41,7 +41,9 @@ class AttentionLayer(Module):
         return {("", name): (heads,) for name in self.tensors}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
-        check_shape(tensor, (self.layer.spec.heads * self.shard.size,))
+        shape = self.wanted()[part, param]
+        assert shape is not None
+        check_shape(tensor, shape)
         here = tensor.chunk(self.shard.size)[self.shard.rank]
         fill(self.tensors[param], here)
 
@@ -50,22 +52,25 @@ class AttentionLayer(Module):
             self.pre.both = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors, pre: QKPre | None = None) -> Tensor:
-        spec = self.layer.spec
+        layer = self.layer
+        spec = layer.spec
+        meta = step.meta
         tokens = q.shape[0]
         self.pre = pre
         q = q.view(tokens, spec.heads, spec.dim_qk)
         k = k.view(tokens, spec.kv_heads, spec.dim_qk)
         v = v.view(tokens, spec.kv_heads, spec.dim_v)
-        q = self.backend.write(self.layer, q, k, v, step.meta, pre)
+        q = self.backend.write(layer, q, k, v, meta, pre)
         if self.factors is not None:
-            q = q * self._factors(self.factors, step.meta)
+            q = q * self._factors(self.factors, meta)
         if step.queries is not None:
-            step.queries.keep(self.layer.index, q)
+            step.queries.keep(layer.index, q)
         out = q.new_empty(tokens, spec.heads, spec.dim_v)
-        norms = None if step.sums is None else step.sums.norms(self.layer, q)
-        self.backend.forward(self.layer, q, step.meta, out, norms)
-        if step.sums is not None:
-            step.sums.add(self.layer, q, step.meta, norms)
+        sums = step.sums
+        norms = None if sums is None else sums.norms(layer, q)
+        self.backend.forward(layer, q, meta, out, norms)
+        if sums is not None:
+            sums.add(layer, q, meta, norms)
         return out.view(tokens, spec.heads * spec.dim_v)
 
     def _factors(self, factors: Tensor, meta: AttnMeta) -> Tensor:
@@ -73,5 +78,6 @@ class AttentionLayer(Module):
         found: dict[int, Tensor] = meta.work.setdefault(FACTORS, {})
         key = id(factors)
         if key not in found:
-            found[key] = factors.index_select(0, meta.position).view(-1, 1, 1)
+            of_tokens = factors.index_select(0, meta.position)
+            found[key] = of_tokens.view(-1, 1, 1)
         return found[key]

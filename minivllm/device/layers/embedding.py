@@ -71,10 +71,12 @@ class Embedding(Module):
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         check_shape(tensor, (self.range.vocab, self.dim))
+        mine = self.range.cut(tensor)
         if self.scheme is None:
-            fill(self.weight, self.range.cut(tensor))
+            fill(self.weight, mine)
         else:
-            self.scheme.load(param, self.range.cut(tensor), self.info.parts[0][0])
+            only, _ = self.info.parts[0]
+            self.scheme.load(param, mine, only)
 
     def finish(self) -> None:
         if self.scheme is not None:
@@ -90,8 +92,9 @@ class Embedding(Module):
     def __call__(self, ids: Tensor) -> Tensor:
         if self.group is None:
             return self.rows(ids)
-        here = (ids >= self.range.first) & (ids < self.range.end)
-        row = torch.where(here, ids - self.range.first, 0)
+        first = self.range.first
+        here = (ids >= first) & (ids < self.range.end)
+        row = torch.where(here, ids - first, 0)
         x = self.rows(row).masked_fill_(~here[:, None], 0)
         self.group.all_reduce(x)
         return x
@@ -119,7 +122,10 @@ class LMHead(Linear):
     def wanted(self) -> Wanted:
         mine = super().wanted()
         vocab = self.range.vocab
-        return {key: shape if shape is None else (vocab, *shape[1:]) for key, shape in mine.items()}
+        for key, shape in mine.items():
+            if shape is not None:
+                mine[key] = (vocab, *shape[1:])
+        return mine
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         if self.over is None:
@@ -162,7 +168,8 @@ class TiedLMHead(Module):
         self.fuse = fuse
         self.invariant = invariant
         self.shared = tied.scheme
-        own_scheme = scheme_of(info if self.shared is None else replace(info, device="meta"))
+        described = info if self.shared is None else replace(info, device="meta")
+        own_scheme = scheme_of(described)
         if self.shared is not None and own_scheme is not None and type(own_scheme) is not type(self.shared):
             kinds = f"{type(self.shared).__name__} and {type(own_scheme).__name__}"
             raise OptionError(

@@ -38,7 +38,8 @@ class DenseExperts(Dense):
     def expert(self, x: Tensor, e: int) -> Tensor:
         if self.native is not None:
             rows = self.each.shape[1]
-            return self.native(x, slice(e * rows, (e + 1) * rows))
+            begin = e * rows
+            return self.native(x, slice(begin, begin + rows))
         if not self.invariant or self.weight.device.type != "cpu":
             return F.linear(x, self.each[e])
         if e not in self._fixed:
@@ -62,7 +63,10 @@ class ExpertLinear(Linear):
     def expert(self, x: Tensor, e: int) -> Tensor:
         """Multiply x [T, in] by the weight of expert e and add its bias: [T, rows of an expert]."""
         y = self.scheme.expert(x, e)
-        return y if self.bias is None else y.add_(self.bias.view(self.info.experts, -1)[e])
+        if self.bias is None:
+            return y
+        biases = self.bias.view(self.info.experts, -1)
+        return y.add_(biases[e])
 
 
 class RouterLinear(Linear):
@@ -79,7 +83,9 @@ class RouterLinear(Linear):
 
     def wanted(self) -> Wanted:
         want = super().wanted()
-        return want if self.choice_bias is None else {**want, ("", CHOICE_BIAS): tuple(self.choice_bias.shape)}
+        if self.choice_bias is not None:
+            want["", CHOICE_BIAS] = tuple(self.choice_bias.shape)
+        return want
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         if param == CHOICE_BIAS and self.choice_bias is not None:

@@ -47,9 +47,11 @@ class PredictionHead:
 
     def __call__(self, step: StepTensors) -> Tensor:
         assert step.hidden is not None
-        embedding = self.embedding_norm(self.target.embedded(step.ids))[0]
-        states = self.hidden_norm(step.hidden)[0]
-        x = self.fc(torch.cat([embedding, states], dim=1))
+        embedding = self.target.embedded(step.ids)
+        embedding, _ = self.embedding_norm(embedding)
+        states, _ = self.hidden_norm(step.hidden)
+        both = torch.cat([embedding, states], dim=1)
+        x = self.fc(both)
         h = Normed(x)
         residual = x
         if self.first is not None:
@@ -88,9 +90,13 @@ class VocabularyMap(Module):
             self.marked = tensor.bool().cpu()
             return
         ids = tensor.cpu() + torch.arange(len(tensor))
-        wrong = (ids < 0) | (ids >= self.vocab)
-        if wrong.any() or len(ids.unique()) < len(ids):
-            found = f"{int(ids[wrong][0])}" if wrong.any() else "a token id twice"
+        wrong = ids[(ids < 0) | (ids >= self.vocab)]
+        found = ""
+        if len(wrong):
+            found = str(int(wrong[0]))
+        elif len(ids.unique()) < len(ids):
+            found = "a token id twice"
+        if found:
             raise ModelError(f"it maps an output to {found}; expected different ids from 0 to {self.vocab - 1}")
         self.ids.copy_(ids)
 
@@ -100,7 +106,8 @@ class VocabularyMap(Module):
             return
         marked = self.marked.nonzero()[:, 0]
         self.marked = None
-        if not torch.equal(marked, self.ids.cpu().sort()[0]):
+        ids, _ = self.ids.cpu().sort()
+        if not torch.equal(marked, ids):
             raise ModelError("d2t and t2d of the drafter's head name different token ids; download the files again")
 
     def _check_differences(self) -> None:
@@ -132,14 +139,17 @@ class EagleHead:
         hidden = spec.hidden
         self.vocab = spec.vocab
         self.reduced = drafted < spec.vocab
-        self.embed: Any = parts.embedding("embed", spec.vocab, hidden) if embeds else None
+        self.embed: Any = None
+        if embeds:
+            self.embed = parts.embedding("embed", spec.vocab, hidden)
         self.fc = parts.linear("fc", states, [("", hidden)])
         self.embedding_norm = parts.norm("layers.0.norm1", hidden, spec.norm)
         self.hidden_norm = parts.norm("hidden_norm", hidden, spec.norm)
         self.block = WideBlock(spec, 0, parts, None)
         self.norm = parts.norm("norm", hidden, spec.norm)
         self.head = parts.lm_head("lm_head", hidden, drafted)
-        self.map = parts.add(VocabularyMap("map", drafted, spec.vocab, params, parts.device))
+        vocabulary = VocabularyMap("map", drafted, spec.vocab, params, parts.device)
+        self.map = parts.add(vocabulary)
 
     def attach(self, target: Any) -> None:
         """Store the embedding of the served model, unless this head has its own."""
@@ -151,12 +161,16 @@ class EagleHead:
         assert states is not None
         if not step.drafted:
             states = self.fc(states)
-        embedding = self.embedding_norm(self.embed(step.ids))[0]
-        both = torch.cat([embedding, self.hidden_norm(states)[0]], dim=1)
-        return self.block(Normed(both), states, step)[1]
+        embedding = self.embed(step.ids)
+        embedding, _ = self.embedding_norm(embedding)
+        normed, _ = self.hidden_norm(states)
+        both = torch.cat([embedding, normed], dim=1)
+        _, stream = self.block(Normed(both), states, step)
+        return stream
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.head(self.norm(hidden)[0])
+        normed, _ = self.norm(hidden)
+        logits = self.head(normed)
         if not self.reduced:
             return logits
         every = logits.new_full((len(logits), self.vocab), -torch.inf)

@@ -23,33 +23,42 @@ def layouts_of(backend: AttentionBackend, layers: Sequence[Any], fmt: Any, block
     return found
 
 
+Cache = dict[str, torch.Tensor]  # tensors of the KV cache of a layer, by name
+
+
 def allocate(
     layers: Sequence[Any],
     layouts: Sequence[Any],
     groups: Sequence[Sequence[int]],
     blocks: Sequence[int],
     device: torch.device,
-) -> list[list[dict[str, torch.Tensor]]]:
+) -> list[list[Cache]]:
     """Allocate the KV blocks of each layer and return them as [group][layer of the group][tensor's name].
 
     The memory is zeroed, so that a slot without a token holds no NaN.
     """
+    found = []
     for group, n in zip(groups, blocks, strict=True):
+        caches = []
         for i in group:
-            cache = {}
+            cache: Cache = {}
             for name, tensor in layouts[i].tensors.items():
                 dtype = getattr(torch, tensor.dtype)
-                cache[name] = zeros((n, *tensor.shape), dtype, device)
+                shape = (n, *tensor.shape)
+                cache[name] = zeros(shape, dtype, device)
             layers[i].cache = cache
-    return [[layers[i].cache for i in group] for group in groups]
+            caches.append(cache)
+        found.append(caches)
+    return found
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of zeros.  On a CPU the operating system provides the memory page by page, at the first write."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
     try:
-        memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        memory = np.zeros(size, np.uint8)
     except ValueError as e:  # the size exceeds the largest size of a numpy array
         raise MemoryError(str(e)) from e
     return torch.from_numpy(memory).view(dtype).reshape(shape)

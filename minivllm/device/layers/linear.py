@@ -37,14 +37,18 @@ def stored_by(scheme: WeightScheme) -> StoredWeight | None:
     """Return ``scheme.stored()`` if the scheme's own class defines it, else None.
 
     An inherited method is ignored, because a subclass may multiply in another way."""
-    return scheme.stored() if "stored" in vars(type(scheme)) else None
+    if "stored" not in vars(type(scheme)):
+        return None
+    return scheme.stored()
 
 
 def joined_by(scheme: WeightScheme, bias: Tensor | None, mode: int, activation: str) -> Any:
     """Return the kernel ``scheme.joined(...)`` if the scheme's own class defines the method, else None.
 
     An inherited method is ignored, as in ``stored_by``."""
-    return scheme.joined(bias, mode, activation) if "joined" in vars(type(scheme)) else None
+    if "joined" not in vars(type(scheme)):
+        return None
+    return scheme.joined(bias, mode, activation)
 
 
 class Dense(WeightScheme):
@@ -80,8 +84,10 @@ class Dense(WeightScheme):
         if self.invariant:
             from minivllm.device.kernels.fixed_products import FixedProduct, leaves_of
 
-            inputs = self.info.in_features * self.info.shard.size
-            self.fixed = FixedProduct(self.weight, leaves_of(inputs) if self.info.split == "row" else 1)
+            leaves = 1
+            if self.info.split == "row":
+                leaves = leaves_of(self.info.in_features * self.info.shard.size)
+            self.fixed = FixedProduct(self.weight, leaves)
             return
         self.packed = Packed(self.weight)
         if self.fuse:
@@ -119,7 +125,9 @@ class Dense(WeightScheme):
         if self.invariant:
             from minivllm.device.kernels.fixed_products import FixedGate
 
-            return FixedGate(self.weight, activation) if bias is None and mode == GATED else None
+            if bias is not None or mode != GATED:
+                return None
+            return FixedGate(self.weight, activation)
         from minivllm.device.kernels.products import Product
 
         return Product(self.weight, bias, mode, activation)
@@ -129,12 +137,15 @@ class Dense(WeightScheme):
         if self.native is not None:
             return self.native(x, None, out)
         if self.fixed is not None:
-            return self.fixed(x) if out is None else out.copy_(self.fixed(x))
-        if self.row is not None and out is None and x.shape[0] == 1 and self.row.fits(x):
-            return self.row(x)[0]
+            y = self.fixed(x)
+            return y if out is None else out.copy_(y)
         if out is not None:
             return torch.mm(x, self.weight.t(), out=out)
-        return matmul(x, self.weight, self.packed.of(x.shape[0]) if self.packed is not None else None)
+        rows = x.shape[0]
+        if self.row is not None and rows == 1 and self.row.fits(x):
+            return self.row(x)[0]
+        packed = None if self.packed is None else self.packed.of(rows)
+        return matmul(x, self.weight, packed)
 
 
 class Linear(Module):
@@ -160,13 +171,17 @@ class Linear(Module):
 
     def wanted(self) -> Wanted:
         info = self.info
-        inputs = info.in_features * (info.shard.size if info.split == "row" else 1)
+        size = info.shard.size
+        inputs = info.in_features * size if info.split == "row" else info.in_features
         local = (info.out_features, info.in_features)
         want: Wanted = {}
         for part, rows in info.parts:
-            outputs = rows * (info.share(part).size if info.split == "column" else 1)
+            outputs = rows
+            if info.split == "column":
+                outputs *= info.share(part).size
             for param, shape in self.scheme.params_of(part).items():
-                want[part, param] = (outputs, inputs) if tuple(shape) == local else None
+                plain = tuple(shape) == local
+                want[part, param] = (outputs, inputs) if plain else None
             if info.bias:
                 want[part, "bias"] = (outputs,)
         return want
@@ -178,8 +193,10 @@ class Linear(Module):
         if param == "bias" and self.bias is not None:
             rows = part_rows(info, part)
             cut = size if info.split == "column" else 1
-            check_shape(tensor, ((rows.stop - rows.start) * cut,))
-            fill(self.bias[rows], tensor.chunk(cut)[shard.rank if cut > 1 else 0])
+            whole = (rows.stop - rows.start) * cut
+            check_shape(tensor, (whole,))
+            share = shard.rank if cut > 1 else 0
+            fill(self.bias[rows], tensor.chunk(cut)[share])
             return
         try:
             mine = self.scheme.slice(param, tensor, info.split, shard)

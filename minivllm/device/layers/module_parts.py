@@ -35,7 +35,7 @@ from .state_layer import StateLayer
 
 PartSizes = Sequence[tuple[str, int]]  # (name, outputs) of each part of a merged linear layer
 WeightShapes = Mapping[str, tuple[Sequence[int], str | None]]  # name of a weight -> (shape, dtype)
-CosSin = tuple[Tensor, Tensor]  # rotary tables
+CosSin = tuple[Tensor, Tensor]  # rotary tables of cos and sin, f32 [positions, dim]
 AnyNorm = RMSNorm | LayerNorm
 
 
@@ -188,8 +188,7 @@ class ModuleParts:
         self._share(spec.key_heads, f"{name}: key heads")
         keys = spec.key_heads * spec.key_dim
         values = spec.inner
-        mixed = [("q", keys), ("k", keys)]
-        mixed += [("v", values), ("z", values)]
+        mixed = [("q", keys), ("k", keys), ("v", values), ("z", values)]
         gates = [(part, spec.value_heads) for part in "ba"]
         project = self._column(name + ".in", hidden, mixed)
         gate = self._column(name + ".gates", hidden, gates)
@@ -251,7 +250,8 @@ class ModuleParts:
         There is one output per expert, or a single output that gates a shared expert.  ``choice_bias`` adds a number
         per expert that affects only the choice of experts.
         """
-        info = self._info(name, "router", inp, [("", outputs)], bias=bias)
+        parts = [("", outputs)]
+        info = self._info(name, "router", inp, parts, bias=bias)
         scheme = self._scheme_or_dense(info)
         return self.add(RouterLinear(info, scheme, choice_bias))
 
@@ -451,9 +451,10 @@ class ModuleParts:
         made = len(self.layers)
         if index != made:
             raise ValueError(f"attention layer {index} made after {made} others: make them in order")
-        local = replace(
-            spec, heads=self.heads(spec.heads), kv_heads=self.kv_heads(spec.kv_heads), alibi=self._slopes(index, spec)
-        )
+        heads = self.heads(spec.heads)
+        kv_heads = self.kv_heads(spec.kv_heads)
+        slopes = self._slopes(index, spec)
+        local = replace(spec, heads=heads, kv_heads=kv_heads, alibi=slopes)
         group = self._kv_group(index, spec)
         layer = AttnLayer(index, group, local)
         self.layers.append(layer)

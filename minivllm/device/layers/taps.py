@@ -38,7 +38,8 @@ class TapsOfStep:
 
     def __call__(self, point: str, x: Tensor) -> Tensor:
         if point in self.steering:
-            x = x + self.steering[point][self.slots]
+            vectors = self.steering[point]
+            x = x + vectors[self.slots]
         if point in self.read:
             self.keep(point, x)
         return x
@@ -68,4 +69,6 @@ class LayerTaps:
         None if the step has no such tap point.
         """
         name = self.prefix + point
-        return self.taps.given(name) if name in self.taps.points else None
+        if name not in self.taps.points:
+            return None
+        return self.taps.given(name)
