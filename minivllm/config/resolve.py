@@ -161,7 +161,7 @@ class _Fold:
         self._kv_format(dtype)
         processors = tuple(self._several("processor", config.processors, ("device",)))
         models = second_models.of_processors(processors, begins(source_of(self.origins, "processors")))
-        block = self._attention((*specs, *second_models.layers), invariant)
+        block = self._attention(specs, second_models.layers, invariant)
         for seam in ("evictor", "scheduler", "predictor"):
             self._pick(seam, getattr(config, seam))
         features = frozenset({"multi_position"} if speculation.num_speculative_tokens else ())
@@ -526,13 +526,17 @@ class _Fold:
         else:
             self._pick("grammar", choice)
 
-    def _attention(self, specs: Sequence[AttnSpec], invariant: frozenset[str]) -> int:
-        """Choose the attention back end and the block size.  Return the block size.
+    def _attention(self, served: Sequence[AttnSpec], second: Sequence[AttnSpec], invariant: frozenset[str]) -> int:
+        """Choose the attention back end for all layers, and the block size.
 
-        PluginError if the back end does not support a block size that the user has not set."""
+        Return the block size.  Several processes share the ``served`` model, and one has the ``second`` models (of
+        drafters and processors) whole.  PluginError if the back end does not support a block size that the user has
+        not set."""
+        specs = (*served, *second)
         more: dict[str, Any] = {"dim_qk": frozenset(s.dim_qk for s in specs)}
         more["dim_v"] = frozenset(s.dim_v for s in specs)
-        more["queries_per_kv"] = tensor_parallel.queries_per_kv(self.config.tensor_parallel_size, specs)
+        shared = tensor_parallel.queries_per_kv(self.config.tensor_parallel_size, served)
+        more["queries_per_kv"] = shared | tensor_parallel.queries_per_kv(1, second)
         option = self.config.kvcache_block_size
         if option is not None:
             more["block"] = option

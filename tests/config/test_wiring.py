@@ -176,6 +176,16 @@ def test_explain_tells_the_facts_and_the_choices(model):
         assert line in text.splitlines()
 
 
+def test_processes_share_the_heads_of_the_served_model_and_not_those_of_a_draft_model(tmp_path):
+    for name, heads, kv_heads in (("served", 4, 2), ("draft", 2, 1)):
+        (tmp_path / name).mkdir()
+        save(tmp_path / name, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    draft = {"name": "model", "options": {"model": str(tmp_path / "draft")}}
+    found = wire(str(tmp_path / "served"), drafter=draft, tensor_parallel_size=4)
+    selection = next(s for s in found.selections if s.kind == "attention")
+    assert selection.request.facts["queries_per_kv"] == {1, 2}  # a process has one head of four, or both of the draft
+
+
 def test_explain_of_one_seam_is_its_selection(model):
     found = wire(model)
     first, facts, *others = found.explain("scheduler").splitlines()
