@@ -44,10 +44,11 @@ class RowSums(NamedTuple):
 
         Both are f32 [count * kv_heads, stored], with zeros for tokens behind the prompt.
         """
-        sums = self.sums[first : first + count].flatten(0, 1)
-        more = stored - sums.shape[-1]
-        queries = self.all_queries()[first : first + count].flatten(0, 1)
-        return pad(sums, (0, more)), pad(queries, (0, more))
+        layers = slice(first, first + count)
+        sums = self.sums[layers].flatten(0, 1)
+        queries = self.all_queries()[layers].flatten(0, 1)
+        zeros = 0, stored - sums.shape[-1]
+        return pad(sums, zeros), pad(queries, zeros)
 
     def all_queries(self) -> Tensor:
         """Return how many queries each attention sum contains, f32 [layers, kv_heads, n]."""
@@ -89,12 +90,14 @@ class AttentionSums:
         for i in plan.sums.tolist():
             slot = int(plan.slots[i])
             tokens = int(plan.q_len[i])
+            first = int(ends[i]) - tokens
             stored = int(plan.computed[i]) + tokens
-            self._rows.append((slot, int(ends[i]) - tokens, tokens, stored))
+            self._rows.append((slot, first, tokens, stored))
         for slot, _, _, stored in self._rows:
             of_row = self._of_slot.setdefault(slot, {})
             for group in groups:
-                of_row[group] = self._grown(of_row.get(group), group, stored)
+                before = of_row.get(group)
+                of_row[group] = self._grown(before, group, stored)
         self._tables = {}
         if self.kernel:
             self._tables = {group: self._table(group) for group in groups}
@@ -107,11 +110,13 @@ class AttentionSums:
 
     def _grown(self, row: RowSums | None, group: int, stored: int) -> RowSums:
         """Return new sums of a row in a KV group: the old ones, and zeros up to ``stored`` tokens."""
+        if row is not None:
+            more = stored - row.sums.shape[-1]
+            return RowSums(pad(row.sums, (0, more)))
         layers = self.layers[group]
-        if row is None:
-            shape = (len(layers), layers[0].spec.kv_heads, stored)
-            return RowSums(torch.zeros(shape, device=self.state.device))
-        return RowSums(pad(row.sums, (0, stored - row.sums.shape[-1])))
+        shape = (len(layers), layers[0].spec.kv_heads, stored)
+        zeros = torch.zeros(shape, device=self.state.device)
+        return RowSums(zeros)
 
     def _table(self, group: int) -> SummedRows:
         """Return the table of the step's rows for the kernel, with the addresses of their sums in a KV group."""
@@ -121,7 +126,8 @@ class AttentionSums:
         for slot, first, tokens, stored in self._rows:
             sums = self._of_slot[slot][group].sums
             columns.append((first, tokens, stored, slot, sums.data_ptr(), sums.stride(0)))
-        table = self.state.to(np.array(columns, np.int64).T)
+        packed = np.array(columns, np.int64)
+        table = self.state.to(packed.T)
         longest = max(stored for *_, stored in self._rows)
         return SummedRows(table, longest, len(self._rows))
 
@@ -154,20 +160,22 @@ class AttentionSums:
 
     def _keys(self, layer: AttnLayer, slot: int, stored: int) -> Tensor:
         """Return the keys [stored, kv_heads, dim_qk] of a row in a layer."""
-        count = -(-stored // self.state.block)
-        blocks = self.state.table[layer.group, slot, :count].long()
-        keys, _ = self.format.load(layer.cache, blocks[None], self.dtype)
+        state = self.state
+        count = -(-stored // state.block)
+        blocks = state.table[layer.group, slot, :count]
+        keys, _ = self.format.load(layer.cache, blocks[None].long(), self.dtype)
         return keys[0, :stored]
 
     def of(self, slot: int, layers: Sequence[AttnLayer], stored: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the attention sums, and the numbers of queries in them, of a slot in consecutive layers of a KV group.
 
         Both are f32 [layers * kv_heads, stored], or None if the slot has no sums."""
-        row = self._of_slot.get(slot, {}).get(layers[0].group)
+        first = layers[0]
+        row = self._of_slot.get(slot, {}).get(first.group)
         if row is None:
             return None, None
-        first = self.number[layers[0].index]
-        return row.of_layers(first, len(layers), stored)
+        number = self.number[first.index]
+        return row.of_layers(number, len(layers), stored)
 
     def keep(self, slot: int, group: int, chosen: Tensor) -> None:
         """Reduce the sums of a slot in a KV group to the tokens ``chosen`` i32 [layers, kv_heads, kept] that a
@@ -209,19 +217,27 @@ def sum_attention(
     position to which each query attends; None means its own position."""
     n, kv_heads, dim = keys.shape
     tokens, heads = q.shape[:2]
-    own = torch.arange(n - tokens, n, device=q.device) if sees is None else sees
     key = torch.arange(n, device=q.device)
+    own = sees
+    if own is None:
+        own = key[n - tokens :]
     columns = keys.float().permute(1, 2, 0)
     at_once = max(1, PAIRS // (heads * n))
-    for part, last in zip(q.split(at_once), own.split(at_once), strict=True):
-        lines = part.float().view(len(part), kv_heads, -1, dim).permute(1, 2, 0, 3)
+    parts = q.split(at_once)
+    for part, last in zip(parts, own.split(at_once), strict=True):
+        by_head = part.float().view(len(part), kv_heads, -1, dim)
+        lines = by_head.permute(1, 2, 0, 3)
+        shape = lines.shape[:3]
         products = lines.reshape(kv_heads, -1, dim) @ columns
-        scores = products.view(*lines.shape[:3], n) * spec.softmax_scale
+        scores = products.view(*shape, n) * spec.softmax_scale
         if spec.softcap is not None:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        scores.masked_fill_(key > last[:, None], float("-inf"))
+            capped = torch.tanh(scores / spec.softcap)
+            scores = spec.softcap * capped
+        unseen = key > last[:, None]
+        scores.masked_fill_(unseen, float("-inf"))
         if spec.sinks and sinks is not None:
-            sink = sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat((scores, sink), dim=-1)
-        attention = scores.softmax(dim=-1).sum(dim=(1, 2))
-        sums += attention[:, :n]
+            sink = sinks.view(kv_heads, -1, 1, 1)
+            scores = torch.cat((scores, sink.expand(*shape, 1)), dim=-1)
+        attention = scores.softmax(dim=-1)
+        summed = attention.sum(dim=(1, 2))
+        sums += summed[:, :n]

@@ -114,9 +114,11 @@ class SampleCalls(ABC):
             part = logits[index]
             its = rows.pick(index)
         its.variant = variant
+        apply = self.chain.made[p].apply
+        columns = self.state.processors[p].columns
         try:
             its.own_logits = self.own_logits(p, some)
-            self.run(p, self.chain.made[p].apply, part, its, self.state.processors[p].columns)
+            self.run(p, apply, part, its, columns)
         except Exception as e:
             self.fail(p, e, some)
             part.zero_()
@@ -129,8 +131,9 @@ class SampleCalls(ABC):
     def drawn_from(self, logits: Tensor, rows: Rows) -> Tensor:
         """Return the logits f32 [N, V] whose softmax the sampler draws from (``Sampler.drawn_from``)."""
         rows.variant = self.sampler_variant()
+        columns = self.state.processors[-1].columns
         try:
-            found = self.run(-1, self.chain.sampler.drawn_from, logits, rows, self.state.processors[-1].columns)
+            found = self.run(-1, self.chain.sampler.drawn_from, logits, rows, columns)
             if found.shape != logits.shape:
                 raise ValueError(f"drawn_from gave {list(found.shape)}; expected {list(logits.shape)}")
             return found
@@ -142,8 +145,9 @@ class SampleCalls(ABC):
         """Call the sampler; return its tokens i64 [N], which may be outside the vocabulary."""
         rows.variant = self.sampler_variant()
         out = Draw(self.blank(logits))
+        columns = self.state.processors[-1].columns
         try:
-            self.run(-1, self.chain.sampler.draw, logits, rows, self.state.processors[-1].columns, out)
+            self.run(-1, self.chain.sampler.draw, logits, rows, columns, out)
             out.check(logits)
         except Exception as e:
             self.fail(-1, e)
@@ -169,8 +173,9 @@ class SampleCalls(ABC):
                 its = rows.pick(index)
                 sampled = tokens[index], count[index]
             its.variant = variant
+            columns = self.state.processors[p].columns
             try:
-                self.run(p, processor.commit, *sampled, its, self.state.processors[p].columns)
+                self.run(p, processor.commit, *sampled, its, columns)
             except Exception as e:
                 self.fail(p, e, some)
                 self.state.stopped[its.slots] = True
@@ -219,7 +224,8 @@ class GuardedCalls(BoundCalls):
         self.failed[rows] = True
         name = self.chain.names[p]
         message = describe_error(e, self.chain.made[p])
-        self.errors.append(StepError("rows", name, message, tuple(rows.tolist())))
+        error = StepError("rows", name, message, tuple(rows.tolist()))
+        self.errors.append(error)
 
 
 class ProcessorModel(Protocol):
@@ -307,7 +313,8 @@ class SeparateCalls(GuardedCalls):
         return drawn
 
     def rows(self) -> Rows:
-        slots, position = self.state.to(np.stack([self.slots, self.position]))
+        both = np.stack([self.slots, self.position])
+        slots, position = self.state.to(both)
         longest = int(self.position.max())
         return step.rows_of(self.state, slots, position, longest)
 
@@ -345,7 +352,8 @@ class SeparateCalls(GuardedCalls):
         for error in self.errors[before:]:
             for row in error.rows:
                 flags[row] = FAILED
-        self.running.packed = to_host(torch.stack([tokens.int(), count, flags]))
+        packed = torch.stack([tokens.int(), count, flags])
+        self.running.packed = to_host(packed)
         return tokens
 
     def _commit_slots(self, tokens: Tensor, count: Tensor, rows: Rows, draft: np.ndarray) -> None:

@@ -26,13 +26,15 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     alone = remaining[first] == 1
     rows = np.flatnonzero(keep)
     several = plan.q_len[rows] > 1
-    order = np.argsort(2 * several + ~alone[rows], kind="stable")
+    kind = 2 * several + ~alone[rows]
+    order = np.argsort(kind, kind="stable")
     rows = rows[order]
+    draws = len(plan.samples)
     at = np.full(len(keep), -1)
-    at[plan.samples] = np.arange(len(plan.samples))
+    at[plan.samples] = np.arange(draws)
     samples = np.flatnonzero(at[rows] >= 0)
     back = at[rows][samples]
-    new = np.zeros(len(plan.samples), np.int32)
+    new = np.zeros(draws, np.int32)
     row = np.zeros(len(keep), np.int32)
     new[back] = np.arange(len(back))
     row[rows] = np.arange(len(rows))
@@ -47,8 +49,11 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     given[:, 0] = row[given[:, 0]]
     of_rows = {name: getattr(plan, name)[rows] for name in OF_ROWS}
     of_samples = {name: new[getattr(plan, name)] for name in OF_SAMPLES}
-    slack = plan.slack[rows] if len(plan.slack) else plan.slack
-    plan = replace(plan, **of_rows, **of_samples, slack=slack, samples=samples.astype(np.int32))
+    slack = plan.slack
+    if len(slack):
+        slack = slack[rows]
+    samples = samples.astype(np.int32)
+    plan = replace(plan, **of_rows, **of_samples, slack=slack, samples=samples)
     plan = replace(plan, prompt=prompt, taps=taps, pooled=pooled, given=given, routes=routes)
     return plan, back
 
@@ -59,10 +64,11 @@ def _given_of(plan: StepPlan, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     if not len(plan.given):
         return plan.given.copy(), plan.routes
     rows, counts = plan.given.T
-    tokens = plan.routes.reshape(int(counts.sum()), -1)
+    total = int(counts.sum())
+    experts = plan.routes.reshape(total, -1)
     stays = keep[rows]
-    tokens = tokens[np.repeat(stays, counts)]
-    return plan.given[stays], tokens.ravel()
+    kept = experts[np.repeat(stays, counts)]
+    return plan.given[stays], kept.ravel()
 
 
 def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequence[int]) -> StepResult:
@@ -73,7 +79,8 @@ def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequenc
     """
 
     def full(part: np.ndarray) -> np.ndarray:
-        out = np.zeros((len(plan.samples), *part.shape[1:]), part.dtype)
+        shape = (len(plan.samples), *part.shape[1:])
+        out = np.zeros(shape, part.dtype)
         out[back] = part
         return out
 
@@ -85,7 +92,10 @@ def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequenc
 
     lp = result.logprobs
     if lp is not None:
-        lp = LogProbs(full(lp.chosen), full(lp.rank), full(lp.top_ids), full(lp.top))
+        chosen = full(lp.chosen)
+        rank = full(lp.rank)
+        top_ids = full(lp.top_ids)
+        lp = LogProbs(chosen, rank, top_ids, full(lp.top))
     errors = tuple(moved(error) for error in result.errors)
     taps = result.taps
     if not result.failure:

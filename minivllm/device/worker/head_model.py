@@ -51,7 +51,8 @@ class HeadModel(OwnModel):
             return self.logits_behind(ask.slots, ask.known, ask.k - 1)
             # every row draws as many drafts as the row that wants the most; surplus drafts are dropped
         last = self.wiring.max_model_len - 2
-        pairs = np.minimum(np.maximum(ask.known, 2) + j - 2, last)
+        pairs = np.maximum(ask.known, 2) + j - 2
+        pairs = np.minimum(pairs, last)
         ones = np.ones(len(pairs), np.int32)
         return self._run(ask.slots, ones, pairs, copied=True)
 
@@ -102,15 +103,16 @@ class HeadModel(OwnModel):
         first = q_len.cumsum() - q_len
         shift = computed - first
         position = shift[row] + np.arange(len(row))
-        places = np.stack([slots[row], position]).astype(np.int64)
-        slot_of, at = self.state.to(places)
+        places = np.stack([slots[row], position])
+        slot_of, at = self.state.to(places.astype(np.int64))
         return self.states.at(self.state, slot_of, at)
 
     def total(self, known: np.ndarray) -> np.ndarray:
         return np.maximum(known - 1, 1)
 
     def _done(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
-        return np.minimum(self.read[slots], self.total(known) - 1)
+        newest = self.total(known) - 1
+        return np.minimum(self.read[slots], newest)
 
     def keep(self, slots: np.ndarray, known: np.ndarray, extra: int) -> None:
         self.read[slots] = np.maximum(known - 1, 0)
@@ -152,12 +154,16 @@ class HeadModel(OwnModel):
         if self.second.one_rope:
             read.meta.position = read.position
         slot_of = read.meta.slots[read.meta.row]
-        read.ids = self.state.tokens[slot_of, read.position + 1].long()
+        following = self.state.tokens[slot_of, read.position + 1]
+        read.ids = following.long()
         read.drafted = copied
         read.hidden = self.last
         if not copied:
             read.hidden = self.states.at(self.state, slot_of, read.position)
-        indices = self.state.to(last) if len(read.ids) > len(slots) else None
+        indices = None
+        if len(read.ids) > len(slots):
+            indices = self.state.to(last)
         model = self.second.model
-        self.last = step.forward(model, self.second.backend, read, GraphKey(), indices)
+        backend = self.second.backend
+        self.last = step.forward(model, backend, read, GraphKey(), indices)
         return model.logits(self.last).float()

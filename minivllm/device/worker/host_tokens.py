@@ -34,7 +34,9 @@ class HostTokens:
     def apply(self, plan: StepPlan) -> None:
         """Apply the changes ``plan.delta`` of the sequences in slots, in the order that ``Delta`` defines."""
         delta = plan.delta
-        before = self.length.copy() if len(delta.fork) else self.length
+        before = self.length
+        if len(delta.fork):
+            before = before.copy()
         for slot in delta.leave.tolist():
             self._leave(slot)
         if delta.join is not None:
@@ -56,11 +58,14 @@ class HostTokens:
         self.length[slot] = 0
         if n:
             tokens = self.tokens[slot, :n].copy()
-            self.ended(int(self.owner[slot]), tokens, int(self.prompt[slot]))
+            owner = int(self.owner[slot])
+            prompt = int(self.prompt[slot])
+            self.ended(owner, tokens, prompt)
 
     def _join(self, join: Join, step: int) -> None:
         begin = 0
-        for slot, n in zip(join.slot.tolist(), join.known.tolist(), strict=True):
+        lengths = join.known.tolist()
+        for slot, n in zip(join.slot.tolist(), lengths, strict=True):
             end = begin + n
             self.tokens[slot, :n] = join.tokens[begin:end]
             begin = end

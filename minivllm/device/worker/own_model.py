@@ -96,7 +96,8 @@ class OwnModel(DraftModel):
             behind = np.minimum(ask.known + j - 1, last)
             ones = np.ones(len(ask.slots), np.int32)
             return self._run(ask.slots, ones, behind, copied=True)
-        return self.logits_behind(ask.slots, ask.known, max(ask.k - 1, 0))
+        following = max(ask.k - 1, 0)
+        return self.logits_behind(ask.slots, ask.known, following)
 
     def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> Tensor:
         """Return the logits [N, V] after the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N].
@@ -119,9 +120,10 @@ class OwnModel(DraftModel):
     def _done(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
         """Return the number of ``known`` tokens in the KV cache of this model, less than ``known``."""
         read = self.read[slots]
-        accepted = np.clip(known - 1 - read, 0, self.extra[slots])
+        newest = known - 1
+        accepted = np.clip(newest - read, 0, self.extra[slots])
         # a row whose last draw was rejected has the same ``known`` again, and its last token is computed once more
-        return np.minimum(read + accepted, known - 1)
+        return np.minimum(read + accepted, newest)
 
     def keep(self, slots: np.ndarray, known: np.ndarray, extra: int) -> None:
         """Note that the KV cache of this model holds the ``known`` tokens of each row, and then ``extra`` drafts."""
@@ -157,8 +159,9 @@ class OwnModel(DraftModel):
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         pending = self.most_pending(k)
         while (far := np.flatnonzero(total - done > pending)).size:
-            q_len = np.minimum(total[far] - done[far] - 1, most)
-            self._run(slots[far], q_len.astype(np.int32), done[far])
+            before = done[far]
+            q_len = np.minimum(total[far] - before - 1, most)
+            self._run(slots[far], q_len.astype(np.int32), before)
             done[far] += q_len
         self.read[slots] = done
         self.extra[slots] = 0
@@ -200,7 +203,9 @@ class OwnModel(DraftModel):
         if states is not None:
             first = states.slots if copied else 0
             read.states = states.of_meta(read.meta, self.state.stopped, first=first)
-        indices = self.state.to(last) if len(read.ids) > len(slots) else None
+        indices = None
+        if len(read.ids) > len(slots):
+            indices = self.state.to(last)
         hidden = step.forward(model, backend, read, GraphKey(), indices)
         return model.logits(hidden).float()
 
@@ -217,8 +222,10 @@ class OwnModel(DraftModel):
         rows = step.rows_of(state, slots, position, longest)
         calls = BoundCalls(self.chain, ask.slots.astype(np.int64))
         step.restrict(calls, state, logits, rows)
-        tokens = calls.draw(logits, rows).tokens.clamp_(0, logits.shape[1] - 1)
-        at = position.clamp(max=state.tokens.shape[1] - 1)
+        drawn = calls.draw(logits, rows)
+        tokens = drawn.tokens.clamp_(0, logits.shape[1] - 1)
+        longest = state.tokens.shape[1]
+        at = position.clamp(max=longest - 1)
         state.tokens[slots, at] = tokens.int()
         return tokens
 

@@ -41,17 +41,21 @@ class QueryStore:
         ends = plan.q_len.cumsum()
         self._wanted = []
         for row, count, more in plan.observe.tolist():
+            slot = int(plan.slots[row])
             end = int(ends[row])
-            self._wanted.append((int(plan.slots[row]), end - count, end, more))
+            self._wanted.append((slot, end - count, end, more))
         return self
 
     def keep(self, layer: int, q: Tensor) -> None:
         """Store the queries of the tokens that ``of_step`` noted, from the queries q [T, heads, dim] of a layer."""
         for slot, first, end, more in self._wanted:
-            new = q[first:end].clone()
-            if more:
-                new = torch.cat([self._kept[slot, layer], new])
-            self._kept[slot, layer] = new
+            self._add(slot, layer, q[first:end].clone(), more)
+
+    def _add(self, slot: int, layer: int, new: Tensor, more: int) -> None:
+        """Store the queries ``new`` [w, heads, dim] of a slot in a layer, with ``more`` behind the stored ones."""
+        if more:
+            new = torch.cat([self._kept[slot, layer], new])
+        self._kept[slot, layer] = new
 
     def take(self, plan: StepPlan, queries: StepQueries) -> None:
         """Store copies of the queries that ``plan.observe`` requests from a replayed decode step, with one copy for all
@@ -61,17 +65,17 @@ class QueryStore:
             joined = torch.cat([part.flatten() for part in parts])
             copies = joined.split([part.numel() for part in parts])
             for layer, part, copied in zip(queries.of_layer, parts, copies, strict=True):
-                new = copied.view(part.shape)
-                if more:
-                    new = torch.cat([self._kept[slot, layer], new])
-                self._kept[slot, layer] = new
+                self._add(slot, layer, copied.view(part.shape), more)
 
     def of(self, slot: int, layers: Sequence[AttnLayer]) -> Tensor | None:
         """Return the stored queries [w, layers * heads, dim] of a slot in the given layers; None if a layer has
         none."""
-        found = [q for layer in layers if (q := self._kept.get((slot, layer.index))) is not None]
-        if len(found) < len(layers):
-            return None
+        found = []
+        for layer in layers:
+            q = self._kept.get((slot, layer.index))
+            if q is None:
+                return None
+            found.append(q)
         return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
     def note(self, delta: Delta) -> None:
@@ -81,7 +85,9 @@ class QueryStore:
         """
         copies: dict[tuple[int, int], Tensor] = {}
         for source, slot, _ in delta.fork.tolist():
-            copies |= {(slot, layer): q for (of, layer), q in self._kept.items() if of == source}
+            for (of, layer), q in self._kept.items():
+                if of == source:
+                    copies[slot, layer] = q
         for slot in delta.leave.tolist():
             self.forget(slot)
         self._kept.update(copies)

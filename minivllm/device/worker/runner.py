@@ -178,7 +178,9 @@ class Runner:
             return None
         from .graphs import Graphs
 
-        graphs = (self.captures or Graphs)(self, graph == "mixed" and self.wiring.steps.graph != "decode", known)
+        mixed = graph == "mixed" and self.wiring.steps.graph != "decode"
+        kind = self.captures or Graphs
+        graphs = kind(self, mixed, known)
         try:
             with torch.inference_mode():
                 graphs.warm()
@@ -238,6 +240,8 @@ class Runner:
         0 on a CPU."""
         w = self.worker
         depth = self.wiring.steps.run_ahead
+        if depth is None:
+            depth = int(self.device.type == "cuda")
         step_tokens = 0 if self.graphs is None else self.graphs.step_tokens()
         notes = list(w.notes)
         if step_tokens:
@@ -249,7 +253,7 @@ class Runner:
             block_bytes=tuple(w.block_bytes),
             vocab_size=w.vocab_size,
             weight_bytes=w.weight_bytes,
-            depth=depth if depth is not None else int(self.device.type == "cuda"),
+            depth=depth,
             notes=tuple(notes),
             guides=True,
             own_models=True,
@@ -441,7 +445,9 @@ class Runner:
     def _runs_natively(self, native: NativeSteps, plan: StepPlan) -> bool:
         """Return whether the native CPU code can run the layers of a step, and pass it the adapters of the rows."""
         methods, points = self.adapts(plan)
-        native.places = self.adapters.of_slot if self.adapters is not None and methods else None
+        native.places = None
+        if self.adapters is not None and methods:
+            native.places = self.adapters.of_slot
         adapted = not points and all(method == native.adapters for method in methods)
         return adapted and native.takes(plan)
 
@@ -469,7 +475,9 @@ class Runner:
         number of all tokens, return False, because the layers of adapters detect the change from all to the needed
         tokens by a change of the number (``ActiveMethods.match``)."""
         all_read = read.watch is not None and NORM in read.watch.points
-        return self.selects and read.taps is None and not all_read and kept != len(read.ids)
+        if read.taps is not None or all_read:
+            return False
+        return self.selects and kept != len(read.ids)
 
     def _score_prompt(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor, ...]:
         """Compute the log-probabilities of prompt tokens, and start their copies to the host."""

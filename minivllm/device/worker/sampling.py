@@ -45,11 +45,13 @@ def _row_keys(seed: Tensor, position: Tensor, sample: Tensor) -> tuple[Tensor, T
     """
     fold_a = _signed(FOLD_A)
     fold_b = _signed(FOLD_B)
-    a = (seed.to(torch.int32) ^ _signed(INIT)).mul_(fold_a)
+    mixed = seed.to(torch.int32) ^ _signed(INIT)
+    a = mixed.mul_(fold_a)
     _xorshift_(a, 16)
     b = a * fold_b
     for word in (seed >> 32, position, sample):
-        a = (word.to(torch.int32) ^ a).mul_(fold_a)
+        mixed = word.to(torch.int32) ^ a
+        a = mixed.mul_(fold_a)
         _xorshift_(a, 16)
         b = b.add(a) * fold_b
     return a, _xorshift_(b, 15)
@@ -99,7 +101,8 @@ def gumbel(seed: Tensor, position: Tensor, sample: Tensor, width: int) -> Tensor
     lane = torch.arange(width, dtype=torch.int32, device=seed.device)
     of_row = (seed[:, None], position[:, None], sample[:, None])
     u = noise(*of_row, lane)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    exponential = u.neg_().log1p_().neg_()
+    return exponential.log_().neg_()
 
 
 def logprobs_of(
@@ -116,13 +119,15 @@ def logprobs_of(
 
         return logprobs.logprobs_of(logits, chosen, topk, best_of)
     logits = logits.float()
-    total = logsumexp(logits) if batch_invariant else _logsumexp(logits)
+    summed = logsumexp if batch_invariant else _logsumexp
+    total = summed(logits)
     value = logits.gather(1, chosen[:, None])
     likelier = (logits > value).sum(dim=1, dtype=torch.int32)
+    rank = likelier + 1
     k = min(max(topk, 0), logits.shape[1])
     top, top_ids = best_of(logits, k)
-    drawn = (value - total).squeeze(1)
-    return drawn, likelier + 1, top_ids.to(torch.int32), top - total
+    drawn = value - total
+    return drawn.squeeze(1), rank, top_ids.to(torch.int32), top - total
 
 
 def best_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -133,7 +138,8 @@ def best_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values.  The ids of a row with a NaN are undefined.
     """
     rows = max(KEYS // logits.shape[1], 1)
-    best = [_best_of(part.float(), k) for part in logits.split(rows)]
+    parts = logits.split(rows)
+    best = [_best_of(part.float(), k) for part in parts]
     values, ids = zip(*best, strict=True)
     return torch.cat(values), torch.cat(ids)
 
@@ -149,11 +155,14 @@ def _best_of(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     groups = width // GROUP
     if 2 * k < groups:
         end = groups * GROUP
-        highest = x[:, :end].unflatten(1, (groups, GROUP)).amax(dim=2)
-        first = _in_order(highest, ids[:, :groups], k) * GROUP
+        grouped = x[:, :end].unflatten(1, (groups, GROUP))
+        highest = grouped.amax(dim=2)
+        chosen = _in_order(highest, ids[:, :groups], k)
+        first = chosen * GROUP
         offsets = torch.arange(GROUP, device=x.device)
-        inside = (first[:, :, None] + offsets).flatten(1)
-        ids = torch.cat([inside, ids[:, end:]], dim=1)
+        inside = first[:, :, None] + offsets
+        behind = ids[:, end:]
+        ids = torch.cat([inside.flatten(1), behind], dim=1)
     best = _in_order(x.gather(1, ids), ids, k)
     return x.gather(1, best), best
 
@@ -180,13 +189,15 @@ def guide_rows(logits: Tensor, pairs: Tensor, scale: Tensor, batch_invariant: bo
     b + scale * (a - b), where a are its log-probabilities and b those of its guide; ``scale`` is f32 [n]."""
     total = logsumexp if batch_invariant else _logsumexp
     rows = max(KEYS // logits.shape[1], 1)
-    for pair, factor in zip(pairs.split(rows, dim=1), scale.split(rows), strict=True):
+    factors = scale.split(rows)
+    for pair, factor in zip(pairs.split(rows, dim=1), factors, strict=True):
         own, guide = pair
         a = logits[own]
         b = logits[guide]
         a = a - total(a)
         b = b - total(b)
-        logits[own] = a.sub_(b).mul_(factor[:, None]).add_(b)
+        difference = a.sub_(b)
+        logits[own] = difference.mul_(factor[:, None]).add_(b)
 
 
 def _logsumexp(logits: Tensor) -> Tensor:
@@ -231,11 +242,12 @@ def suppress_stops(logits: Tensor, position: Tensor, min_end: Tensor, stop_ids: 
 
     ``logits`` is [N, V], ``stop_ids`` [N, STOP_IDS] padded with -1, ``position`` and ``min_end`` are [N]."""
     early = position < min_end
-    on = early[:, None] & (stop_ids >= 0) & (stop_ids < logits.shape[1])
-    push = torch.where(on, float("-inf"), 0.0).to(logits.dtype)
-    at = torch.where(on, stop_ids, 0).long()
+    is_token = (stop_ids >= 0) & (stop_ids < logits.shape[1])
+    on = early[:, None] & is_token
+    push = torch.where(on, float("-inf"), 0.0)
+    at = torch.where(on, stop_ids, 0)
     # added instead of stored, because all padding entries write to token 0, which may be a stop id
-    logits.scatter_add_(1, at, push)
+    logits.scatter_add_(1, at.long(), push.to(logits.dtype))
 
 
 def unpack_bits(mask: Tensor, n: int) -> Tensor:
@@ -244,7 +256,8 @@ def unpack_bits(mask: Tensor, n: int) -> Tensor:
     Element (j, t) is bit t % 32 of ``mask[j, t // 32]``."""
     shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
     bits = (mask[:, :, None] >> shifts) & 1
-    return bits.flatten(1)[:, :n] != 0
+    padded = bits.flatten(1)
+    return padded[:, :n] != 0
 
 
 def apply_mask(logits: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:

@@ -50,7 +50,9 @@ def host_lengths(plan: StepPlan, dropped: np.ndarray) -> HostLengths:
     """Return the exact lengths of the rows of a plan.  ``dropped`` is ``DeviceState.dropped_host``."""
     q_len = plan.q_len
     kv_len = plan.computed + q_len - dropped[:, plan.slots]
-    return HostLengths(int(q_len.sum()), int((q_len == 1).sum()), q_len, kv_len)
+    tokens = int(q_len.sum())
+    one_token = q_len == 1
+    return HostLengths(tokens, int(one_token.sum()), q_len, kv_len)
 
 
 def table_size(rows: int, tokens: int) -> int:
@@ -83,7 +85,8 @@ def pack_rows(plan: StepPlan, rows: int, tokens: int, spare: int) -> np.ndarray:
     out[begin : begin + t] = row_of
     begin += tokens
     shift = kv_len - ends
-    out[begin : begin + t] = np.arange(t) + shift[row_of]
+    position = np.arange(t) + shift[row_of]
+    out[begin : begin + t] = position
     return out
 
 
@@ -106,18 +109,20 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
         stored = kv_len.int().expand(len(state.table), r)
     else:
         at = state.stored(slot_of, position).clamp_min(0)
-        groups = torch.arange(len(at), device=at.device)[:, None]
-        blocks = state.table[groups, slot_of, at // block]
+        groups = torch.arange(len(at), device=at.device)
+        blocks = state.table[groups[:, None], slot_of, at // block]
         place = blocks.long() * block + at % block
         stored = state.stored(slots, kv_len).int()
     nobody = state.stopped[slot_of]
     rotary = state.rope_position(slot_of, position)
     if padded:
-        padding = torch.arange(t, device=table.device) >= cu_q[-1]
+        index = torch.arange(t, device=table.device)
+        padding = index >= cu_q[-1]
         nobody = nobody | padding
         if state.rope_first is not None:
             # padding has the first row, whose images may give it a row before the rotary tables
             rotary = rotary.masked_fill(padding, 0)
+    slot_map = place.masked_fill(nobody, 0)
     meta = AttnMeta(
         slots=slots,
         cu_q=cu_q.int(),
@@ -126,7 +131,7 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
         position=rotary,
         row=row,
         table=state.table,
-        slot_map=place.masked_fill(nobody, 0),
+        slot_map=slot_map,
         block=block,
         decode_rows=host.decode_rows,
         host_q_len=host.q_len,
@@ -291,8 +296,7 @@ def accept(
     slots = rows.slots
     position = rows.position
     tokens = drawn.clamp(0, width - 1)
-    ends = state.stop_ids[slots], state.n_eos[slots], state.min_end[slots], state.end[slots]
-    flags = sampling.stop_flags(tokens, position, *ends, bad)
+    flags = _stop_flags(state, rows, tokens, bad)
     outside = (tokens != drawn) & ~bad  # rows whose drawn id is not in the vocabulary
     flags = torch.where(outside, FAILED, flags.int())
     stopped = state.stopped[slots]
@@ -305,14 +309,16 @@ def accept(
         flags = torch.where(host, flags & (FAILED | NAN), flags)
         taken &= ~host
     if draft is not None:  # tokens after a rejected draft are not accepted, and their flags are ignored
-        right = _holds(state, rows, draft, tokens, (flags != 0) | stopped)
+        ends = (flags != 0) | stopped
+        right = _holds(state, rows, draft, tokens, ends)
         taken = taken & right
         flags = torch.where(right, flags, 0)
     taken &= (flags & (FAILED | NAN)) == 0
     flags = torch.where(stopped, OVERSHOOT, flags)
     count = taken.int()
     old = state.tokens[slots, position]
-    state.tokens[slots, position] = torch.where(taken, tokens.int(), old)
+    new = torch.where(taken, tokens.int(), old)
+    state.tokens[slots, position] = new
     ended = stopped | (flags != 0)
     if draft is not None:  # a sequence with drafts has several rows with the same slot
         length = torch.where(taken, position + 1, 0)
@@ -320,9 +326,20 @@ def accept(
         stops = state.stopped.view(torch.uint8)
         stops.scatter_reduce_(0, slots, ended.to(torch.uint8), "amax")
     else:
-        state.known[slots] = torch.where(taken, position + 1, state.known[slots])
+        known = state.known[slots]
+        state.known[slots] = torch.where(taken, position + 1, known)
         state.stopped[slots] = ended
     return tokens, count, flags
+
+
+def _stop_flags(state: DeviceState, rows: Rows, tokens: Tensor, bad: Tensor) -> Tensor:
+    """Return the flags u8 [N] of ``tokens`` i64 [N] that were drawn for ``rows``, as ``sampling.stop_flags`` does."""
+    slots = rows.slots
+    stop_ids = state.stop_ids[slots]
+    n_eos = state.n_eos[slots]
+    min_end = state.min_end[slots]
+    end = state.end[slots]
+    return sampling.stop_flags(tokens, rows.position, stop_ids, n_eos, min_end, end, bad)
 
 
 def _holds(state: DeviceState, rows: Rows, draft: np.ndarray, tokens: Tensor, ended: Tensor) -> Tensor:
@@ -349,9 +366,11 @@ def by_slot(state: DeviceState, draft: np.ndarray, tokens: Tensor, count: Tensor
     ``count`` over its rows, i32 [n], which is its number of accepted tokens).  W is the largest number of rows of a
     slot."""
     heads = np.flatnonzero(draft == 0)
-    size = np.diff(np.append(heads, len(draft)))
-    column = np.minimum(np.arange(size.max()), size[:, None] - 1)
-    at = state.to(heads[:, None] + column)
+    ends = np.append(heads, len(draft))
+    size = np.diff(ends)
+    column = np.arange(size.max())
+    inside = np.minimum(column, size[:, None] - 1)
+    at = state.to(heads[:, None] + inside)
     slot_of = np.repeat(np.arange(len(heads)), size)
     group = state.to(slot_of)
     total = torch.zeros(len(heads), dtype=count.dtype, device=count.device)

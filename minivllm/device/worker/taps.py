@@ -62,7 +62,9 @@ class TapState:
         self.state = state
         self.slots = len(state.known)
         # tap point (named value of the model) at which a request may set a token's experts -> experts per token
-        self.given = {point: self.points[point] for point in given_points(model) if point in self.points}
+        given = [point for point in given_points(model) if point in self.points]
+        self.given = {point: self.points[point] for point in given}
+        self.given_width = sum(self.given.values())
         self.given_rows: Tensor | None = None  # i32 [S, sum of widths] experts that requests set, for captured steps
         self.steering: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}  # tap point -> values [S, width] of the rows of a captured decode step
@@ -100,7 +102,8 @@ class TapState:
                 if not self._has_room(point):
                     failed[slot] = StepError("rows", "", NO_MEMORY.format(point))
                     continue
-                self.steering[point][slot].copy_(to(vector), non_blocking=True)
+                steered = self.steering[point][slot]
+                steered.copy_(to(vector), non_blocking=True)
         if len(delta.fork) and self.steering:
             source = to(delta.fork[:, 0]).long()
             child = to(delta.fork[:, 1]).long()
@@ -132,14 +135,16 @@ class TapState:
         if not len(plan.taps) and not len(plan.steered):
             return (), ()
         logits = len(self.names) - 1
-        read = set(plan.taps[:, 0].tolist()) - {logits}
+        read = set(plan.taps[:, 0].tolist())
+        read.discard(logits)
         return self._steered(plan), tuple(sorted(read))
 
     def _steered(self, plan: StepPlan) -> tuple[int, ...]:
         """Return the indices of the tap points at which rows of a step add a vector.
 
         Points whose vectors did not fit in memory are left out, because their rows have failed already."""
-        return tuple(n for n in plan.steered.tolist() if self.names[n] in self.steering)
+        steered = plan.steered.tolist()
+        return tuple(n for n in steered if self.names[n] in self.steering)
 
     def eager(
         self,
@@ -165,25 +170,28 @@ class TapState:
         if given:
             experts = self.state.to(self._given_tokens(plan))
             routes = self._by_point(experts)
-        return self._of_step(self._steered(plan), meta, frozenset(indices), keep, routes)
+        steered = self._steered(plan)
+        return self._of_step(steered, meta, frozenset(indices), keep, routes)
 
     def _given_tokens(self, plan: StepPlan) -> np.ndarray:
         """Return the experts i32 [T, sum of widths] that requests set for the tokens of a step; -1 leaves the choice to
         the router."""
-        size = int(plan.q_len.sum()), sum(self.given.values())
-        found = np.full(size, OWN, np.int32)
+        total = int(plan.q_len.sum())
+        found = np.full((total, self.given_width), OWN, np.int32)
         begins = plan.q_len.cumsum() - plan.q_len
         rows, counts = plan.given.T
         before = counts.cumsum() - counts
         shift = begins[rows] - before
-        tokens = shift.repeat(counts) + np.arange(counts.sum())
+        tokens = shift.repeat(counts)
+        tokens += np.arange(len(tokens))
         found[tokens] = plan.routes.reshape(len(tokens), -1)
         return found
 
     def _by_point(self, rows: Tensor) -> dict[str, Tensor]:
         """Divide experts [T, sum of widths] by tap point, into contiguous tensors i32 [T, k]."""
-        parts = rows.split(list(self.given.values()), dim=1)
-        return {point: part.contiguous() for point, part in zip(self.given, parts, strict=True)}
+        widths = list(self.given.values())
+        parts = [part.contiguous() for part in rows.split(widths, dim=1)]
+        return dict(zip(self.given, parts, strict=True))
 
     def give(self, plan: StepPlan, rows: int) -> None:
         """Copy the experts that requests set for a captured decode step to its memory; the step is padded to ``rows``
@@ -197,7 +205,7 @@ class TapState:
     def _given_buffer(self) -> Tensor:
         """Return ``given_rows``, and allocate it at the first use."""
         if self.given_rows is None:
-            size = self.slots, sum(self.given.values())
+            size = self.slots, self.given_width
             self.given_rows = torch.full(size, OWN, dtype=torch.int32, device=self.state.device)
         return self.given_rows
 
@@ -248,7 +256,8 @@ class TapState:
     ) -> TapsOfStep:
         points = [self.names[number] for number in steered]
         steering = {point: self.steering[point] for point in points}
-        return TapsOfStep(steering, meta.slots[meta.row], read, keep, routes)
+        slot_of = meta.slots[meta.row]
+        return TapsOfStep(steering, slot_of, read, keep, routes)
 
     def tokens(self, plan: StepPlan) -> dict[str, np.ndarray]:
         """Return tap point -> indices i64 [n] in the step of the tokens to read there, ascending."""
@@ -258,5 +267,7 @@ class TapState:
             n = plan.q_len[rows] - first
             before = n.cumsum() - n
             shift = ends[rows] - n - before
-            found[self.names[number]] = shift.repeat(n) + np.arange(n.sum())
+            tokens = shift.repeat(n)
+            tokens += np.arange(len(tokens))
+            found[self.names[number]] = tokens
         return found
