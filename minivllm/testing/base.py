@@ -90,6 +90,12 @@ class Subject:
         return Part(self.entry.label, self.spec.impl, plain, self.spec.options, features, self.spec.plain_traits)
 
 
+def allowed_targets(plugin: str) -> list[str]:
+    """Return the module of a plug-in that is named by module:Class, which must be allowed; none for other names."""
+    module, colon, _ = plugin.partition(":")
+    return [module] if colon else []
+
+
 @lru_cache(maxsize=64)
 def find(kind: str, plugin: str) -> Subject:
     """Find the plug-in of a seam (kind of plug-in) by its name, ``dist/name`` or ``module:Class``.
@@ -99,8 +105,7 @@ def find(kind: str, plugin: str) -> Subject:
     if not isinstance(plugin, str):
         target = f", here '{plugin.__module__}:{plugin.__qualname__}'" if isinstance(plugin, type) else ""
         raise PluginError(f"plugin={shown(plugin)}: expected a name, dist/name or module:Class{target}")
-    allow_targets = [plugin.partition(":")[0]] if ":" in plugin else ()
-    catalog = Catalog.discover(allow_targets=allow_targets)
+    catalog = Catalog.discover(allow_targets=allowed_targets(plugin))
     registry = catalog[kind]
     entry = registry.find(plugin)
     spec = registry.spec(entry)
@@ -117,6 +122,15 @@ def same_figures(read: Callable[[], Any]) -> None:
         f"two calls in a row return the figures {shown(first)} and then {shown(second)}: reading them must not change "
         "them"
     )
+
+
+def token_logprobs(output: Any) -> list[float]:
+    """Return the log-probability of each generated token of an output that was requested with ``logprobs=0``."""
+    found = []
+    for of_position in output.logprobs:
+        (token,) = of_position.values()
+        found.append(token.logprob)
+    return found
 
 
 class Seen(Counter):
@@ -173,6 +187,14 @@ class Conformance:
         part = self.subject.part(self.options if options is None else options)
         received = json.loads(json.dumps(vars(part)))
         return build_part(self.kind, Part(**received), *context)
+
+    def choice(self) -> dict[str, Any]:
+        """Return the plug-in and its options in the form of an engine's option."""
+        return {"name": self.plugin, "options": dict(self.options)}
+
+    def own_targets(self) -> list[str]:
+        """Return the module that an engine must allow; none if the plug-in is not named by module:Class."""
+        return allowed_targets(self.plugin)
 
     def claims(self, feature: str) -> bool:
         """Return whether the plug-in claims a feature on the device of the test.

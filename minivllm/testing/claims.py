@@ -89,12 +89,15 @@ def partly(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     The facts of ``OPTIONAL`` may be absent, alone or together.  A fact of ``SIZES`` may be a set of one or two sizes.
     """
-    for absent in ((), *((name,) for name in OPTIONAL), OPTIONAL):
+    absences = [(), *((name,) for name in OPTIONAL), OPTIONAL]
+    for absent in absences:
         present = {name: value for name, value in facts.items() if name not in absent}
         sizes = {name: value for name, value in present.items() if name in SIZES}
         yield present
-        yield present | {name: frozenset({size}) for name, size in sizes.items()}
-        yield present | {name: frozenset({size, 2 * size}) for name, size in sizes.items()}
+        one_size = {name: frozenset({size}) for name, size in sizes.items()}
+        yield present | one_size
+        two_sizes = {name: frozenset({size, 2 * size}) for name, size in sizes.items()}
+        yield present | two_sizes
 
 
 def served(spec: Spec, kind: Kind) -> PluginQuery:

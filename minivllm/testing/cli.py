@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,9 +121,9 @@ def _run_suites(
 
     ``run`` is ``minivllm.testing.run``.
     """
-    options: dict[str, Any] = dict(
-        device=args.device, profile=args.profile, seed=args.seed, select=args.select, known=known
-    )
+    options: dict[str, Any] = {"known": known}
+    for name in ("device", "profile", "seed", "select"):
+        options[name] = getattr(args, name)
     if args.processes > 1:
         from .parallel import run_parallel
 
@@ -132,9 +133,10 @@ def _run_suites(
                 _print_outcome(outcome, args.verbose)
             yield outcomes
         return
+    tell = partial(_print_outcome, verbose=args.verbose)
     for seam, plugin in plugins:
         print(_headline(seam, plugin, args), flush=True)
-        yield run([(seam, plugin)], **options, tell=lambda outcome: _print_outcome(outcome, args.verbose))
+        yield run([(seam, plugin)], **options, tell=tell)
 
 
 def _plugins(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -244,15 +246,17 @@ def _write(args: argparse.Namespace, outcomes: Sequence[Outcome], verdicts: Mapp
 
     import minivllm
 
-    report: dict[str, Any] = {
-        "minivllm": minivllm.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
-        "profile": args.profile,
-        "seed": args.seed,
-        "outcomes": [asdict(o) for o in outcomes],
-        "verdicts": {f"{seam} {plugin}": found for (seam, plugin), found in verdicts.items()},
-    }
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    else:
+        device = platform.processor() or "cpu"
+    report: dict[str, Any] = {"minivllm": minivllm.__version__}
+    report["torch"] = torch.__version__
+    report["python"] = platform.python_version()
+    report["device"] = device
+    report["profile"] = args.profile
+    report["seed"] = args.seed
+    report["outcomes"] = [asdict(outcome) for outcome in outcomes]
+    report["verdicts"] = {f"{seam} {plugin}": found for (seam, plugin), found in verdicts.items()}
     content = json.dumps(report, indent=1) + "\n"
     Path(args.json).write_text(content, encoding="utf-8")
