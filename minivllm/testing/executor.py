@@ -20,7 +20,7 @@ from minivllm.config import EngineConfig
 from minivllm.config.resolve import resolve
 from minivllm.config.resolved import Resolved
 from minivllm.core.interfaces.executor import Executor, Wiring
-from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_ID, LateInputs
+from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_ID
 from minivllm.core.wiring import wiring_from_json, wiring_to_json
 from minivllm.device.worker.build import attention_context
 from minivllm.errors import ModelError, ResourceError
@@ -44,7 +44,7 @@ from .driver import (
     prompts,
     tiny,
 )
-from .executor_device import ExecutorDevice, drawn, masks
+from .executor_device import ExecutorDevice, drawn, late_slots, masks
 from .executor_engine import check_greedy, check_made_up, check_random, reference
 from .executor_pooling import ExecutorPooling
 from .executor_taps import ExecutorTaps
@@ -81,10 +81,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
 
     def engine_options(self, seed: int = 0, **values: Any) -> dict[str, Any]:
         """Return the options of an engine with the tiny model and this executor; ``values`` replace some of them."""
-        if ":" in self.plugin:
-            own = [self.plugin.partition(":")[0]]
-        else:
-            own = []
+        processors = [f"{TARGETS}:Faulty", f"{TARGETS}:CountingProcessor"]
         options = dict(
             model=str(tiny(seed).path),
             dtype="float32",
@@ -95,12 +92,12 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             max_model_len=MAX_LEN,
             kvcache_block_size=BLOCK,
             num_kvcache_blocks=BLOCKS,
-            tensor_parallel_size=self.sizes()[0],
-            processors=[f"{TARGETS}:Faulty", f"{TARGETS}:CountingProcessor"],
+            processors=processors,
             attention=self.attention,
-            allow_targets=[TARGETS, *own],
-            executor={"name": self.plugin, "options": dict(self.options)},
         )
+        options["tensor_parallel_size"] = self.sizes()[0]
+        options["allow_targets"] = [TARGETS, *self.own_targets()]
+        options["executor"] = self.choice()
         return options | values
 
     def resolve(self, **values: Any) -> Resolved:
@@ -128,12 +125,14 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
     def exercise(self, instance: Executor) -> Any:
         """Return the tokens that an executor generates for two prompts, and its capacity."""
         with self.started(instance) as driver:
-            return driver.generate(prompts(5, 9), 4), driver.capacity
+            tokens = driver.generate(prompts(5, 9), 4)
+            return tokens, driver.capacity
 
     def check_tokens(self, driver: Driver, ahead: int, seed: int = 0, lengths: Sequence[int] = (1, 12, 31)) -> None:
         """Fail unless an executor generates the expected tokens for some prompts, ``ahead`` steps ahead."""
         items = prompts(*lengths)
-        for prompt, tokens in zip(items, driver.generate(items, 8, ahead), strict=True):
+        found = driver.generate(items, 8, ahead)
+        for prompt, tokens in zip(items, found, strict=True):
             expected = self.greedy(prompt, 8, seed)
             assert tokens == expected, (
                 f"prompt of {len(prompt)} tokens, {ahead} steps ahead: tokens {tokens}, expected {expected}"
@@ -170,9 +169,13 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
         """Return the bytes of a block of each KV group, over all layers of the group."""
         wiring = resolved.wiring
         fmt = build_part("kvformat", wiring.parts["kvformat"])
-        attention = build_part("attention", wiring.parts["attention"], attention_context(wiring, fmt))
+        ctx = attention_context(wiring, fmt)
+        attention = build_part("attention", wiring.parts["attention"], ctx)
         of_layer = [attention.layout(spec, fmt, wiring.block).bytes for spec in resolved.attention]
-        return tuple(sum(of_layer[i] for i in group) for group in resolved.groups)
+        found = []
+        for group in resolved.groups:
+            found.append(sum(of_layer[i] for i in group))
+        return tuple(found)
 
     @since(1, 0)
     def test_with_num_blocks_left_open_it_takes_some_and_they_are_there(self) -> None:
@@ -271,8 +274,10 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 20)
             decode = {0: 1, 1: 1, 2: 1}
-            plans = [driver.submit({0: 5, 1: 9, 2: 12}, topk=2), driver.submit(decode, topk=0), driver.submit(decode)]
-            results = driver.executor.collect(0)
+            plans = [driver.submit({0: 5, 1: 9, 2: 12}, topk=2)]
+            plans.append(driver.submit(decode, topk=0))
+            plans.append(driver.submit(decode))
+            results = driver.collect()
             known = [list(prompt) for prompt in items]
             check_logprobs(plans, results, known, driver.capacity.vocab_size, self.logits_after)
 
@@ -287,8 +292,9 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
         seen = Seen()
         (prompt,) = prompts(6)
         with self.started() as driver:
+            action = st.one_of(st.just("submit"), st.integers(0, 4))
 
-            @self.for_all(40, st.lists(st.one_of(st.just("submit"), st.integers(0, 4)), min_size=1, max_size=30))
+            @self.for_all(40, st.lists(action, min_size=1, max_size=30))
             def order(actions: list[Any]) -> None:
                 driver.join(0, prompt, 40)
                 plans = []
@@ -323,21 +329,25 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
         """
         a, b = prompts(5, 8)
         tokens = self.greedy(a, 6)
-        stop = next(i for i, token in enumerate(tokens) if i and token not in tokens[:i])
-        for options, flag in (({"out": 20, "stop": (tokens[stop],)}, STOP_ID), ({"out": stop + 1}, LENGTH)):
+        new = [i for i, token in enumerate(tokens) if token not in tokens[:i]]
+        stop = new[1]  # index of a token that is not drawn before
+        cases = {STOP_ID: {"out": 20, "stop": (tokens[stop],)}, LENGTH: {"out": stop + 1}}
+        for flag, options in cases.items():
             with self.started() as driver:
                 driver.join(0, a, **options)
                 driver.join(1, b, 20)
                 driver.submit({0: 5, 1: 8})
                 for _ in range(stop + 2):
                     driver.submit({0: 1, 1: 1})
-                results = list(driver.executor.collect(0))
                 ends = []
-                for r in results:
-                    ends.append((by_slot(r, "count")[0], by_slot(r, "flags")[0]))
+                other = []
+                for result in driver.collect():
+                    count = by_slot(result, "count")[0]
+                    flags = by_slot(result, "flags")[0]
+                    ends.append((count, flags))
+                    other.append(by_slot(result)[1])
                 expected = [(1, 0)] * stop + [(1, flag)] + [(0, OVERSHOOT)] * 2
                 assert ends == expected, f"(count, flags) of the row: {ends}; expected {expected}"
-                other = [by_slot(r)[1] for r in results]
                 assert other == self.greedy(b, len(other)), f"the other row has {other}"
 
     @since(1, 0)
@@ -357,7 +367,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             driver.join(0, c, 30)
             driver.submit({0: 20, 1: 1})
             driver.submit({0: 1, 1: 1})
-            tokens = drawn(driver.executor.collect(0))
+            tokens = drawn(driver.collect())
             first_tokens = self.greedy(a, 2) + self.greedy(c, 2)
             expected = {0: first_tokens, 1: self.greedy(b, 5)}
             assert tokens == expected, f"tokens by slot: {tokens}; expected {expected}"
@@ -371,33 +381,36 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
         Rows in ``StepPlan.late`` draw tokens that their masks allow.  Other rows draw without a mask.
         """
         items = prompts(5, 9, 12, 7)
-        likeliest = [self.greedy(prompt, 1)[0] for prompt in items]
+        likeliest = []
         with self.started() as driver:
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 20)
+                likeliest += self.greedy(prompt, 1)
             first = driver.submit({0: 5, 1: 9, 2: 12}, late=(0, 2))
             second = driver.submit({3: 7})
             assert not driver.executor.collect(2), f"collect(2) returned steps, although step {first.id} has no masks"
-            late = first.slots[first.samples][first.late].tolist()
-            allowed = {slot: [t for t in (3, 40 + slot, 60) if t != likeliest[slot]] for slot in late}
+            allowed = {}
+            for slot in late_slots(first):
+                allowed[slot] = sorted({3, 40 + slot, 60} - {likeliest[slot]})
             mask = driver.executor.mask_memory(2, 2)
             valid = (mask.shape, mask.dtype) == ((2, 2), np.int32)
             assert valid, f"mask_memory(2, 2) returned {mask.dtype} {mask.shape}"
-            mask[:] = masks(*(allowed[slot] for slot in late))
-            driver.executor.supply(first.id, LateInputs(mask))
-            results = list(driver.executor.collect(0))
+            mask[:] = masks(*allowed.values())
+            driver.supply(first, mask)
+            results = driver.collect()
             ids = [result.id for result in results]
             assert ids == [first.id, second.id], f"order of the results: {ids}"
-            tokens = by_slot(results[0])
+            tokens = by_slot(results[0]) | by_slot(results[1])
             for slot, choices in allowed.items():
                 expected = self.likeliest(items[slot], choices)
                 assert tokens[slot] == expected, (
                     f"slot {slot}: drew {tokens[slot]}, the most likely token of its mask {choices} is {expected}"
                 )
-            unmasked = [tokens[1], by_slot(results[1])[3]]
+            unmasked = [tokens[1], tokens[3]]
             assert unmasked == [likeliest[1], likeliest[3]], f"rows without a mask draw {unmasked}"
             driver.submit({0: 1})
-            after = by_slot(driver.executor.collect(0)[0])[0]
+            (result,) = driver.collect()
+            after = by_slot(result)[0]
             (expected,) = self.greedy([*items[0], tokens[0]], 1)
             assert after == expected, "it does not continue from the token that its mask allowed"
 
@@ -418,7 +431,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             driver.join(1, b, 20)
             plan = driver.submit({0: 5, 1: 9})
             driver.submit({0: 1, 1: 1})
-            first, second = driver.executor.collect(0)
+            first, second = driver.collect()
             check_result(plan, first, driver.capacity.vocab_size)
             check_error(first, "rows", "Faulty", f"boom in {where}")
             failed = [first.slots.tolist().index(0)]
@@ -451,11 +464,11 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
             plan = driver.submit({0: FATAL_CHUNK, 1: 1}, late=(0,) if late else ())
             if late:
                 every_token = np.full((1, 2), -1, np.int32)
-                driver.executor.supply(plan.id, LateInputs(every_token))
+                driver.supply(plan, every_token)
             driver.leave(0, 1)
             driver.join(2, c, 20)
             driver.submit({2: 10})
-            before, failed, after = driver.executor.collect(0)
+            before, failed, after = driver.collect()
             check_result(plan, failed, driver.capacity.vocab_size)
             check_error(failed, "step", "FaultyAttention", "boom in plan")
             assert not failed.count.any(), f"rows of a failed step count: {failed.count}"
@@ -536,8 +549,8 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
                 for first_tokens, second_tokens in ((6, 9), (1, 1), (1, 1)):
                     first.submit({0: first_tokens})
                     second.submit({0: second_tokens})
-                    first_results += first.executor.collect(0)
-                    second_results += second.executor.collect(0)
+                    first_results += first.collect()
+                    second_results += second.collect()
                 expected = {0: self.greedy(a, 3)}
                 assert drawn(first_results) == expected, "tokens of the first executor"
                 wanted = {0: self.greedy(b, 3, seed=1)}

@@ -7,14 +7,15 @@ results at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from minivllm.core.interfaces.plan import LateInputs, StepResult
+from minivllm.core.interfaces.plan import StepPlan, StepResult
 
 from .base import since
 from .driver import BLOCK, SLOTS, Driver, by_slot, check_logprobs, check_result, prompts
@@ -29,7 +30,8 @@ def tally(n: int, first: int = 0) -> list[int]:
 
     The row has already drawn ``first`` tokens.
     """
-    return [FIRST_TALLY + i for i in range(first, first + n)]
+    start = FIRST_TALLY + first
+    return list(range(start, start + n))
 
 
 def masks(*allowed: Sequence[int]) -> np.ndarray:
@@ -37,7 +39,20 @@ def masks(*allowed: Sequence[int]) -> np.ndarray:
     bits = np.zeros((len(allowed), VOCAB), bool)
     for row, tokens in zip(bits, allowed, strict=True):
         row[list(tokens)] = True
-    return np.packbits(bits, axis=1, bitorder="little").view("<i4")
+    packed = np.packbits(bits, axis=1, bitorder="little")
+    return packed.view("<i4")
+
+
+def late_slots(plan: StepPlan) -> list[int]:
+    """Return the slots of the rows of a step whose masks come after the plan, in the order of the masks."""
+    drawing = plan.slots[plan.samples]
+    return drawing[plan.late].tolist()
+
+
+def masks_of(allowed: Mapping[int, Sequence[int]], slots: Sequence[int]) -> np.ndarray:
+    """Return the token masks of some slots; ``allowed`` has the tokens of each slot."""
+    of_slots = [allowed[slot] for slot in slots]
+    return masks(*of_slots)
 
 
 def drawn(results: Sequence[StepResult]) -> dict[int, list[int]]:
@@ -84,24 +99,36 @@ class ExecutorDevice(ExecutorReference):
             second = driver.submit({1: 9}, late=(1,))
             memory = driver.executor.mask_memory(1, 2)
             memory[:] = masks([7, 8])
+            driver.supply(first, memory)
             other_memory = masks([50, 51])
-            driver.executor.supply(first.id, LateInputs(memory))
-            driver.executor.supply(second.id, LateInputs(other_memory))
-            results = driver.executor.collect(0)
-            for slot, (result, allowed) in enumerate(zip(results, ([7, 8], [50, 51]), strict=True)):
-                self._check_masked(result, {slot: allowed}, known)
+            driver.supply(second, other_memory)
+            result, second_result = driver.collect()
+            self._check_masked(result, {0: [7, 8]}, known)
+            self._check_masked(second_result, {1: [50, 51]}, known)
             driver.submit({2: 12})
-            known[2] += drawn(driver.executor.collect(0))[2]
+            of_slots = drawn(driver.collect())
+            known[2] += of_slots[2]
             memory = driver.executor.mask_memory(3, 2)
             for n, late in enumerate([(0, 1, 2), (2,), (1, 2), (0, 2), (0, 1, 2)]):
-                plan = driver.submit({0: 1, 1: 1, 2: 1}, late=late)
-                allowed_of = {slot: [3 + n, 20 + 5 * slot + n, 55 - n] for slot in late}
-                order = plan.slots[plan.samples][plan.late].tolist()
-                memory[: len(late)] = masks(*(allowed_of[slot] for slot in order))
-                driver.executor.supply(plan.id, LateInputs(memory[: len(late)]))
-                (result,) = driver.executor.collect(0)
-                memory[:] = 0
-                self._check_masked(result, allowed_of, known)
+                self._check_late(driver, late, memory, n, known)
+
+    def _check_late(
+        self, driver: Driver, late: Sequence[int], memory: np.ndarray, n: int, known: list[list[int]]
+    ) -> None:
+        """Run a step of three rows, whose late masks are written to ``memory``, and check its tokens.
+
+        ``n`` chooses the masks.  ``known`` has the tokens of each slot.
+        """
+        plan = driver.submit({0: 1, 1: 1, 2: 1}, late=late)
+        allowed = {}
+        for slot in late:
+            allowed[slot] = [3 + n, 20 + 5 * slot + n, 55 - n]
+        used = memory[: len(late)]
+        used[:] = masks_of(allowed, late_slots(plan))
+        driver.supply(plan, used)
+        (result,) = driver.collect()
+        memory[:] = 0
+        self._check_masked(result, allowed, known)
 
     def _check_masked(self, result: StepResult, allowed: dict[int, list[int]], known: list[list[int]]) -> None:
         """Fail unless each row drew its most likely token, among the allowed tokens of its slot if there are any.
@@ -128,20 +155,23 @@ class ExecutorDevice(ExecutorReference):
         The masks of both are written before either of them draws.
         """
         a, b = prompts(6, 9)
+        cases = [(a, [7, 9]), (b, [40, 41])]
         tokens = []
         with self.started() as first, self.started() as second:
-            plans = []
-            memories = []
-            for driver, prompt, allowed in ((first, a, [7, 9]), (second, b, [40, 41])):
+            waiting = []
+            for driver, (prompt, allowed) in zip((first, second), cases, strict=True):
                 driver.join(0, prompt, 20)
-                plans.append(driver.submit({0: len(prompt)}, late=(0,)))
+                plan = driver.submit({0: len(prompt)}, late=(0,))
                 memory = driver.executor.mask_memory(1, 2)
                 memory[:] = masks(allowed)
-                memories.append(memory)
-            for driver, plan, memory in zip((first, second), plans, memories, strict=True):
-                driver.executor.supply(plan.id, LateInputs(memory))
-                tokens += drawn(driver.executor.collect(0))[0]
-        expected = [self.likeliest(a, [7, 9]), self.likeliest(b, [40, 41])]
+                waiting.append((driver, plan, memory))
+            for driver, plan, memory in waiting:
+                driver.supply(plan, memory)
+                of_slots = drawn(driver.collect())
+                tokens += of_slots[0]
+        expected = []
+        for prompt, allowed in cases:
+            expected.append(self.likeliest(prompt, allowed))
         assert tokens == expected, f"the executors draw {tokens}: expected {expected}"
 
     # ---- rows and blocks -------------------------------------------------------------------------------------------
@@ -154,27 +184,23 @@ class ExecutorDevice(ExecutorReference):
         in the step, nor twice for a row of the step.
         """
         items = prompts(*range(3, 3 + SLOTS))
-        if self.made_up:
-            counting = ()
-        else:
-            counting = (0, 4, SLOTS - 1)
+        counting = set() if self.made_up else {0, 4, SLOTS - 1}
         for driver in self.drivers():
+            lengths = {}
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 40, tally=slot in counting)
-            driver.submit({slot: len(prompt) for slot, prompt in enumerate(items)})
-            steps = []
+                lengths[slot] = len(prompt)
+            driver.submit(lengths)
+            steps: Counter[int] = Counter()  # steps of each slot
             for n in range(1, SLOTS + 1):
                 for start in (0, 3, 6):
-                    steps.append([(start + i) % SLOTS for i in range(n)])
-            for slots in steps:
-                driver.submit(dict.fromkeys(slots, 1))
-            tokens = drawn(driver.executor.collect(0))
+                    slots = [(start + i) % SLOTS for i in range(n)]
+                    driver.submit(dict.fromkeys(slots, 1))
+                    steps.update(slots)
+            tokens = drawn(driver.collect())
             for slot, prompt in enumerate(items):
-                n = 1 + sum(slot in slots for slots in steps)
-                if slot in counting:
-                    expected = tally(n)
-                else:
-                    expected = self.greedy(prompt, n)
+                n = 1 + steps[slot]
+                expected = tally(n) if slot in counting else self.greedy(prompt, n)
                 assert tokens[slot] == expected, f"slot {slot}: drew {tokens[slot]}, expected {expected}"
 
     @since(1, 0)
@@ -193,16 +219,17 @@ class ExecutorDevice(ExecutorReference):
             driver.join(0, a, 26, blocks=2)
             driver.join(1, b, 18)
             driver.submit({0: 6, 1: 14})
-            for step in range(12):
-                if (6 + step) % BLOCK == 0:
-                    driver.give(0, [(6 + step) // BLOCK])
+            for length in range(6, 18):
+                block, offset = divmod(length, BLOCK)
+                if offset == 0:
+                    driver.give(0, [block])
                 driver.submit({0: 1, 1: 1})
             for to, source in ((0, 1), (1, 0)):
                 driver.copy(source, to, 8)
                 driver.give(source, range(8), pile=to)
             for _ in range(5):
                 driver.submit({0: 1, 1: 1})
-            tokens = drawn(driver.executor.collect(0))
+            tokens = drawn(driver.collect())
             first_tokens = self.greedy(old, 1) + self.greedy(a, 18)
             expected = {0: first_tokens, 1: self.greedy(b, 18)}
             assert tokens == expected, f"tokens by slot: {tokens}; expected {expected}"
@@ -224,7 +251,7 @@ class ExecutorDevice(ExecutorReference):
             driver.submit({0: 5, 1: 30})
             for _ in range(19):
                 driver.submit({0: 1, 1: 1})
-            tokens = drawn(driver.executor.collect(0))
+            tokens = drawn(driver.collect())
             wanted = self.greedy(old, 1) + self.greedy(a, 3)
             assert tokens[0] == wanted, f"the row that ended has {tokens[0]}"
             expected = self.greedy(b, 20)
@@ -252,15 +279,14 @@ class ExecutorDevice(ExecutorReference):
             driver.join(0, c, 20)
             driver.submit({0: 11, 1: 1})
             for _ in range(3):
-                driver.submit(dict.fromkeys((0, 1, 4, 5), 1))
-            tokens = drawn(driver.executor.collect(0))
+                driver.submit({0: 1, 1: 1, 4: 1, 5: 1})
+            tokens = drawn(driver.collect())
             # expected tokens of the row in slot 0, and of its branch
-            if columns:
-                source = tally(5)
-            else:
-                source = self.greedy(a, 5)
+            source = tally(5) if columns else self.greedy(a, 5)
             other = self.greedy(b, 7)
-            expected = {0: source[:2] + self.greedy(c, 4), 1: other, 4: source[2:], 5: other[2:5]}
+            expected = {1: other, 5: other[2:5]}
+            expected[0] = source[:2] + self.greedy(c, 4)
+            expected[4] = source[2:]
             assert tokens == expected, f"tokens by slot {tokens}: expected {expected}"
 
     @since(1, 0)
@@ -278,20 +304,22 @@ class ExecutorDevice(ExecutorReference):
             driver.submit({0: 6, 1: 9})
             driver.submit({0: 1})
             driver.submit({0: 1, 1: 1})
-            before = drawn(driver.executor.collect(0))
+            before = drawn(driver.collect())
             wanted = {0: tally(3), 1: tally(2)}
             assert before == wanted, f"before they are preempted: {before}"
-            for slot, seq in ((0, 70), (1, 71)):
-                driver.keep(slot, seq)
-                driver.leave(slot)
+            driver.keep(0, 70)
+            driver.keep(1, 71)
+            driver.leave(0, 1)
             driver.join(0, c, 20)
             driver.submit({0: 4})
             driver.join(1, a, 20, tally=True, drawn=before[0], saved=70)
             driver.join(3, b, 20, tally=True, drawn=before[1], saved=71)
             driver.submit({0: 1, 1: 9, 3: 11})
             driver.submit({0: 1, 1: 1, 3: 1})
-            tokens = drawn(driver.executor.collect(0))
-            expected = {0: self.greedy(c, 3), 1: tally(2, 3), 3: tally(2, 2)}
+            tokens = drawn(driver.collect())
+            expected = {0: self.greedy(c, 3)}
+            expected[1] = tally(2, 3)
+            expected[3] = tally(2, 2)
             assert tokens == expected, f"tokens by slot after the rows returned {tokens}: expected {expected}"
 
     # ---- results -------------------------------------------------------------------------------------------------
@@ -305,13 +333,17 @@ class ExecutorDevice(ExecutorReference):
                 driver.join(slot, prompt, 20)
             plans = [driver.submit({0: 4, 1: 9, 2: 3, 3: 5}, topk=0)]
             for n, k in enumerate((3, 0, 2, -1, 1, 3)):
-                rows = {0: 4, 1: 1, 2: 3 if n < 3 else 1, 3: 1}
-                del rows[(1, 3)[n % 2]]
+                rows = {0: 4, 1: 1, 2: 1, 3: 1}
+                if n < 3:
+                    rows[2] = 3
+                absent = 3 if n % 2 else 1
+                del rows[absent]
                 plans.append(driver.submit(rows, topk=k))
-            results = list(driver.executor.collect(0))
+            results = driver.collect()
             known = [list(prompt) for prompt in items]
             check_logprobs(plans, results, known, driver.capacity.vocab_size, self.logits_after)
-            strong = any(len(plan.samples) and plan.samples[0] > 0 and plan.topk >= 0 for plan in plans)
+            scored = [plan.samples for plan in plans if plan.topk >= 0]
+            strong = any(len(samples) and samples[0] > 0 for samples in scored)
             assert strong, "the test itself is too weak: no step has a row that draws after a row that does not"
 
     @since(1, 0)
@@ -325,15 +357,15 @@ class ExecutorDevice(ExecutorReference):
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 20)
             plans = [driver.submit({0: 8, 1: 11}, topk=2, prompt={0: 7, 1: 10}, prompt_topk=1)]
-            results = list(driver.executor.collect(0))
+            results = driver.collect()
             copies = [_copies(result) for result in results]
             for slot in (0, 1, 0, 1):
                 plans.append(driver.submit({0: 1, 1: 1}, topk=2, host=(slot,)))
-                new = list(driver.executor.collect(0))
-                results += new
-                copies += [_copies(result) for result in new]
-                token = int(new[0].logits[0].argmax())
-                driver.token(slot, token)
+                (result,) = driver.collect()
+                results.append(result)
+                copies.append(_copies(result))
+                best = result.logits[0].argmax()
+                driver.token(slot, int(best))
             ids = [result.id for result in results]
             assert ids == [plan.id for plan in plans], f"expected each result once, in order; the steps are {ids}"
             for plan, result, before in zip(plans, results, copies, strict=True):
@@ -348,17 +380,17 @@ class ExecutorDevice(ExecutorReference):
         for driver in self.drivers():
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 20)
-            plans = []
             copies = []
-            for rows, options in (({0: 5, 1: 9}, {}), ({0: 1, 1: 1}, {"topk": 1}), ({0: 1, 1: 1}, {"late": (0, 1)})):
-                plan = driver.plan(rows, **options)
-                plans.append(plan)
-                copies.append(_copies(plan))
+            options: list[dict[str, Any]] = [{}, {"topk": 1}, {"late": (0, 1)}]
+            for of_step in options:
+                rows = {0: 1, 1: 1} if copies else {0: 5, 1: 9}
+                plan = driver.plan(rows, **of_step)
+                copies.append((plan, _copies(plan)))
                 driver.executor.submit(plan)
             mask = masks([3, 4], [5, 6])
-            driver.executor.supply(plans[-1].id, LateInputs(mask))
-            driver.executor.collect(0)
-            for plan, before in zip(plans, copies, strict=True):
+            driver.supply(plan, mask)
+            driver.collect()
+            for plan, before in copies:
                 changed = _changed(before, plan)
                 assert not changed, f"step {plan.id}: the executor changed {changed} of the plan"
             assert np.array_equal(mask, masks([3, 4], [5, 6])), "the executor changed the masks"
@@ -370,11 +402,16 @@ def _copies(value: Any, name: str = "") -> dict[str, np.ndarray]:
         return {name: value.copy()}
     found: dict[str, np.ndarray] = {}
     for key in getattr(value, "__dataclass_fields__", ()):
-        found.update(_copies(getattr(value, key), f"{name}.{key}" if name else key))
+        path = f"{name}.{key}" if name else key
+        found |= _copies(getattr(value, key), path)
     return found
 
 
 def _changed(before: dict[str, np.ndarray], value: Any) -> list[str]:
     """Return the paths of the arrays of a plan or a result that differ from their earlier copies."""
     now = _copies(value)
-    return [name for name in before if not np.array_equal(before[name], now[name])]
+    changed = []
+    for name, old in before.items():
+        if not np.array_equal(old, now[name]):
+            changed.append(name)
+    return changed

@@ -47,12 +47,16 @@ class ExecutorReference(SpecConformance):
         logits = self.made_up(np.array(tokens), tiny().model.config.vocab_size)
         return torch.from_numpy(np.asarray(logits))
 
+    def logprobs_after(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the expected log-probabilities of the next token after some tokens, float32 [V]."""
+        return self.logits_after(tokens).log_softmax(-1)
+
     def greedy(self, prompt: Sequence[int], n: int, seed: int = 0) -> list[int]:
         """Return the n most likely tokens after a prompt."""
         tokens = list(prompt)
         for _ in range(n):
-            token = int(self.logits_after(tokens, seed).argmax())
-            tokens.append(token)
+            logits = self.logits_after(tokens, seed)
+            tokens.append(int(logits.argmax()))
         return tokens[len(prompt) :]
 
     def likeliest(self, tokens: Sequence[int], allowed: Sequence[int]) -> int:

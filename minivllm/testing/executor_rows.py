@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,33 +31,38 @@ class ExecutorRows(ExecutorReference):
         The row continues from the token that the host sends with a later delta.
         """
         a, b = prompts(6, 11)
-        stop = (self.greedy(a, 1)[0],)
+        stop = self.greedy(a, 1)
         with self.started() as driver:
-            driver.join(0, a, 20, stop=stop)
+            driver.join(0, a, 20, stop=tuple(stop))
             driver.join(1, b, 20)
             plan = driver.submit({0: 6, 1: 11}, held=(0,), topk=3)
             driver.submit({1: 1})
-            result, second = driver.executor.collect(0)
+            result, second = driver.collect()
             check_result(plan, result, driver.capacity.vocab_size)
             _check_nothing_drawn(result, 0)
-            best = self.logits_after(a).log_softmax(-1).topk(3)
+            best = self.logprobs_after(a).topk(3)
+            best_ids = best.indices.tolist()
             row = result.slots.tolist().index(0)
-            ids = result.logprobs.top_ids[row, :3].tolist()
-            top = result.logprobs.top[row, :3]
-            assert ids == best.indices.tolist(), (
-                f"the 3 best tokens of a held row are {ids}: expected {best.indices.tolist()}"
-            )
+            logprobs = result.logprobs
+            ids = logprobs.top_ids[row, :3].tolist()
+            top = logprobs.top[row, :3]
+            assert ids == best_ids, f"the 3 best tokens of a held row are {ids}: expected {best_ids}"
             assert np.allclose(top, best.values, atol=NEAR), f"log-probabilities {top}: expected {best.values}"
-            found = [by_slot(result)[1], by_slot(second)[1]]
-            expected = self.greedy(b, 2)
-            assert found == expected, "tokens of the other row"
+            self._check_other_row([result, second], b)
             self._check_continues(driver, 0, a, ids[1])
+
+    def _check_other_row(self, results: Sequence[StepResult], prompt: list[int]) -> None:
+        """Fail unless the row in slot 1 drew the tokens that follow its prompt."""
+        found = [by_slot(result)[1] for result in results]
+        expected = self.greedy(prompt, len(found))
+        assert found == expected, "tokens of the other row"
 
     def _check_continues(self, driver: Driver, slot: int, prompt: list[int], token: int) -> None:
         """Send a token that the host chose for a slot, and fail unless the next step continues after it."""
         driver.token(slot, token)
         driver.submit({0: 1, 1: 1})
-        drawn = by_slot(driver.executor.collect(0)[0])[slot]
+        (result,) = driver.collect()
+        drawn = by_slot(result)[slot]
         (expected,) = self.greedy([*prompt, token], 1)
         assert drawn == expected, f"after token {token} of the host it draws {drawn}: expected {expected}"
 
@@ -73,18 +78,18 @@ class ExecutorRows(ExecutorReference):
             driver.join(1, b, 20)
             plan = driver.submit({0: 6, 1: 11}, host=(0,))
             driver.submit({1: 1})
-            result, second = driver.executor.collect(0)
-            check_result(plan, result, driver.capacity.vocab_size)
-            shape = (1, driver.capacity.vocab_size)
-            assert np.shape(result.logits) == shape, f"logits {np.shape(result.logits)}: expected {shape}"
-            difference = result.logits[0] - self.logits_after(a).numpy()
+            result, second = driver.collect()
+            vocab = driver.capacity.vocab_size
+            check_result(plan, result, vocab)
+            shape = np.shape(result.logits)
+            assert shape == (1, vocab), f"logits {shape}: expected {(1, vocab)}"
+            logits = result.logits[0]
+            difference = logits - self.logits_after(a).numpy()
             worst = float(np.abs(difference).max())
             assert worst < 1e-3, f"logits differ from those of transformers by up to {worst:.2g}: allowed 1e-3"
             _check_nothing_drawn(result, 0)
-            found = [by_slot(result)[1], by_slot(second)[1]]
-            expected = self.greedy(b, 2)
-            assert found == expected, "tokens of the other row"
-            second_best = int(result.logits[0].argsort()[-2])
+            self._check_other_row([result, second], b)
+            second_best = int(logits.argsort()[-2])
             self._check_continues(driver, 0, a, second_best)
 
     @since(2, 1)
@@ -104,7 +109,7 @@ class ExecutorRows(ExecutorReference):
             for slot, prompt in enumerate((a, b, c)):
                 driver.join(slot, prompt, 4)
             for step in range(4):
-                p, q = (self.logits_after(history).log_softmax(-1) for history in histories)
+                p, q = map(self.logprobs_after, histories)
                 scale = 0.5 + step
                 guided = scale * (p - q) + q
                 token = int(guided.argmax())
@@ -113,7 +118,7 @@ class ExecutorRows(ExecutorReference):
                 else:
                     rows = {0: 9, 1: 4, 2: 6}
                 plan = driver.submit(rows, guided=[(0, 1, scale)], topk=2)
-                (result,) = driver.executor.collect(0)
+                (result,) = driver.collect()
                 check_result(plan, result, driver.capacity.vocab_size)
                 tokens = by_slot(result)
                 expected = {0: token, 1: token, 2: other[step]}
@@ -123,10 +128,12 @@ class ExecutorRows(ExecutorReference):
                 assert set(flags.values()) == {end}, f"step {step}: flags {flags}"
                 row = result.slots.tolist().index(0)
                 best = guided.log_softmax(-1).topk(2)
-                found = result.logprobs.top_ids[row, :2].tolist()
+                logprobs = result.logprobs
+                found = logprobs.top_ids[row, :2].tolist()
                 wanted = best.indices.tolist()
-                assert found == wanted, f"{result.logprobs}"
-                assert np.allclose(result.logprobs.top[row, :2], best.values, atol=NEAR * scale), f"{result.logprobs}"
+                assert found == wanted, f"{logprobs}"
+                near = np.allclose(logprobs.top[row, :2], best.values, atol=NEAR * scale)
+                assert near, f"{logprobs}"
                 for history in histories:
                     history.append(token)
 
@@ -142,38 +149,44 @@ class ExecutorRows(ExecutorReference):
         with self.started() as driver:
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 20)
-            plans = [
-                driver.submit({0: 5, 1: 6, 2: 4}, prompt={0: 5, 1: 6}, prompt_topk=k),
-                driver.submit({0: 4, 1: 7, 2: 1}, prompt={0: 3, 1: 7}, prompt_topk=k),
-                driver.submit({0: 1, 1: 1, 2: 1}),
-            ]
-            results = list(driver.executor.collect(0))
+            plans = [driver.submit({0: 5, 1: 6, 2: 4}, prompt={0: 5, 1: 6}, prompt_topk=k)]
+            plans.append(driver.submit({0: 4, 1: 7, 2: 1}, prompt={0: 3, 1: 7}, prompt_topk=k))
+            plans.append(driver.submit({0: 1, 1: 1, 2: 1}))
+            results = driver.collect()
+        tokens = []
         for plan, result in zip(plans, results, strict=True):
             check_result(plan, result, driver.capacity.vocab_size)
             self._check_prompt_scores(plan, result, items, k)
-        tokens = [by_slot(result)[2] for result in results]
-        assert tokens == self.greedy(items[2], 3), f"the row that is not scored has {tokens}"
+            of_slots = by_slot(result)
+            tokens.append(of_slots[2])
+        expected = self.greedy(items[2], 3)
+        assert tokens == expected, f"the row that is not scored has {tokens}"
 
     def _check_prompt_scores(self, plan: StepPlan, result: StepResult, items: list[list[int]], k: int) -> None:
         """Fail unless a result has the scores of the prompt tokens that its plan names; ``items`` has the prompts."""
         scores = result.prompt
+        step = f"step {plan.id}"
         if not len(plan.prompt):
-            assert scores is None, f"step {plan.id}: prompt is {scores}, but the plan scores no row"
+            assert scores is None, f"{step}: prompt is {scores}, but the plan scores no row"
             return
-        assert scores is not None, f"step {plan.id}: prompt is None, but the plan scores the rows {plan.prompt}"
+        assert scores is not None, f"{step}: prompt is None, but the plan scores the rows {plan.prompt}"
         scored = 0
         for row, count in plan.prompt.tolist():
-            prompt = items[plan.slots[row]]
+            slot = plan.slots[row]
+            prompt = items[slot]
             first = int(plan.computed[row]) + 1
             for i in range(first, first + count):
-                expected = self.logits_after(prompt[:i]).log_softmax(-1)
+                expected = self.logprobs_after(prompt[:i])
                 token = prompt[i]
-                place = f"step {plan.id}, slot {plan.slots[row]}, token {i} of the prompt"
-                rank = 1 + int((expected > expected[token]).sum())
-                assert scores.rank[scored] == rank, f"{place}: rank {scores.rank[scored]}, expected {rank}"
+                place = f"{step}, slot {slot}, token {i} of the prompt"
+                likelier = expected > expected[token]
+                rank = 1 + int(likelier.sum())
+                found = scores.rank[scored]
+                assert found == rank, f"{place}: rank {found}, expected {rank}"
                 check_scores(scores, scored, expected, token, k, place)
                 scored += 1
-        assert scored == len(scores.chosen), f"step {plan.id}: {len(scores.chosen)} scores, expected {scored}"
+        n = len(scores.chosen)
+        assert scored == n, f"{step}: {n} scores, expected {scored}"
 
     @since(1, 0)
     def test_steps_with_drafts_give_the_tokens_of_steps_without(self) -> None:
@@ -190,37 +203,51 @@ class ExecutorRows(ExecutorReference):
             driver.join(0, loop, 30)
             driver.join(1, other, 40)
             driver.submit({0: len(loop), 1: len(other)})
-            tokens = {}
-            for slot, token in by_slot(driver.executor.collect(0)[0]).items():
-                tokens[slot] = [token]
-            expected = {0: self.greedy(loop, 30), 1: self.greedy(other, 40)}
+            (result,) = driver.collect()
+            first = by_slot(result)
+            tokens = {slot: [token] for slot, token in first.items()}
+            expected = self.greedy(loop, 30)
             while len(tokens[0]) < 29:
                 k = min(DRAFTS, 29 - len(tokens[0]))  # the last draft may be the last token of the row
                 plan = driver.submit({0: 1, 1: 1}, drafts={0: k})
-                (result,) = driver.executor.collect(0)
+                (result,) = driver.collect()
                 check_result(plan, result, driver.capacity.vocab_size)
-                assert len(result.drafted) == 1, f"drafted {result.drafted}: expected one row with drafts"
                 of_row = result.slots == 0
-                n = driver.drafted(0, result)
-                count = result.count[of_row]
-                assert (count == (np.arange(len(count)) < n)).all(), f"count {count}: expected ones, then zeros"
-                assert 1 <= n <= 1 + k, f"{n} tokens of a step with {k} drafts"
-                tokens[0] += result.tokens[of_row][:n].tolist()
+                n = _check_accepted(driver, result, k)
+                accepted = result.tokens[of_row][:n]
+                tokens[0] += accepted.tolist()
                 tokens[1] += result.tokens[~of_row].tolist()
                 done = len(tokens[0])
-                assert tokens[0] == expected[0][:done], f"with drafts {tokens[0]}; without {expected[0]}"
+                assert tokens[0] == expected[:done], f"with drafts {tokens[0]}; without {expected}"
                 flags = result.flags[of_row]
                 ends = flags[flags != 0].tolist()
-                assert ends == ([LENGTH] if done == 30 else []), f"flags {flags} after {done} of 30 tokens"
+                wanted_ends = [LENGTH] if done == 30 else []
+                assert ends == wanted_ends, f"flags {flags} after {done} of 30 tokens"
                 seen["accepted"] += n - 1
                 seen["rejected"] += int(result.drafted[0]) > n - 1
-            wanted = expected[1][: len(tokens[1])]
+            wanted = self.greedy(other, len(tokens[1]))
             assert tokens[1] == wanted, "tokens of the row without drafts"
             for _ in range(31 - len(tokens[0])):
                 driver.submit({0: 1, 1: 1})
-                last = by_slot(driver.executor.collect(0)[0], "flags")
-            assert last[0] & OVERSHOOT and not last[1] & OVERSHOOT, f"flags {last} after the end of row 0"
+                (result,) = driver.collect()
+            last = by_slot(result, "flags")
+            overshot = {slot for slot, flags in last.items() if flags & OVERSHOOT}
+            assert overshot == {0}, f"flags {last} after the end of row 0"
         seen.require(accepted=3, rejected=3)
+
+
+def _check_accepted(driver: Driver, result: StepResult, k: int) -> int:
+    """Fail unless a result has valid counts for the row in slot 0, which has k drafts.
+
+    Return the number of its accepted tokens.
+    """
+    assert len(result.drafted) == 1, f"drafted {result.drafted}: expected one row with drafts"
+    n = driver.drafted(0, result)
+    count = result.count[result.slots == 0]
+    ones_first = np.arange(len(count)) < n
+    assert (count == ones_first).all(), f"count {count}: expected ones, then zeros"
+    assert 1 <= n <= 1 + k, f"{n} tokens of a step with {k} drafts"
+    return n
 
 
 def _check_nothing_drawn(result: StepResult, slot: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,27 @@ import torch
 from minivllm.core.interfaces.plan import StepPlan, StepResult
 
 from .base import since
-from .driver import NEAR, Driver, by_slot, check_result, prompts, tiny
+from .driver import NEAR, Driver, by_slot, check_result, output_of, prompts, tiny
 from .executor_rows import ExecutorRows
 
 # tap points whose values transformers returns as hidden states
 READ = ("layers.0.input", "layers.2.input", "layers.3.input")
+# slot -> number of tokens in each step of the test of taps
+STEPS: tuple[dict[int, int], ...] = ({0: 5, 1: 6, 2: 1}, {0: 4, 1: 1}, {0: 1, 2: 1}, {0: 1, 2: 1})
+# (index in STEPS, tap point, slot, first token to read); nothing is read in the last step
+TAPS = [
+    (0, READ[0], 0, 0),
+    (0, READ[1], 0, 2),
+    (0, READ[1], 2, 0),
+    (0, READ[2], 2, 0),
+    (1, READ[1], 0, 0),
+    (1, READ[2], 0, 3),
+    (1, "logits", 0, 3),
+    (2, READ[1], 0, 0),
+    (2, READ[2], 2, 0),
+    (2, "logits", 2, 0),
+]
+Tap = tuple[str, int, int]  # (tap point, slot, first token to read)
 
 
 class ExecutorTaps(ExecutorRows):
@@ -35,22 +51,21 @@ class ExecutorTaps(ExecutorRows):
         and rows that read nothing.  The point ``logits`` has the logits from which the row draws.
         """
         a, b, c = prompts(9, 6, 1)
+        taps: list[list[Tap]] = [[] for _ in STEPS]
+        for step, *tap in TAPS:
+            taps[step].append(tuple(tap))
+        plans = []
         with self.started() as driver:
             self.need_points(driver)
             for slot, prompt in enumerate((a, b, c)):
                 driver.join(slot, prompt, 20)
-            steps: list[tuple[dict[int, int], list[tuple[str, int, int]]]] = [
-                ({0: 5, 1: 6, 2: 1}, [(READ[0], 0, 0), (READ[1], 0, 2), (READ[1], 2, 0), (READ[2], 2, 0)]),
-                ({0: 4, 1: 1}, [(READ[1], 0, 0), (READ[2], 0, 3), ("logits", 0, 3)]),
-                ({0: 1, 2: 1}, [(READ[1], 0, 0), (READ[2], 2, 0), ("logits", 2, 0)]),
-                ({0: 1, 2: 1}, []),
-            ]
-            plans = [driver.submit(rows, taps=taps) for rows, taps in steps]
-            results = list(driver.executor.collect(0))
+            for rows, of_step in zip(STEPS, taps, strict=True):
+                plans.append(driver.submit(rows, taps=of_step))
+            results = driver.collect()
         known = {0: list(a), 1: list(b), 2: list(c)}
-        for plan, result, (_, taps) in zip(plans, results, steps, strict=True):
+        for plan, result, of_step in zip(plans, results, taps, strict=True):
             check_result(plan, result, driver.capacity.vocab_size)
-            self.check_taps(driver, plan, result, taps, known)
+            self.check_taps(driver, plan, result, of_step, known)
             for slot, token in by_slot(result).items():
                 known[slot].append(token)
         tokens = known[1][len(b) :]
@@ -58,20 +73,20 @@ class ExecutorTaps(ExecutorRows):
         assert tokens == expected, f"a row that reads nothing draws {tokens}: expected {expected}"
 
     def check_taps(
-        self,
-        driver: Driver,
-        plan: StepPlan,
-        result: StepResult,
-        taps: Sequence[tuple[str, int, int]],
-        known: Mapping[int, list[int]],
+        self, driver: Driver, plan: StepPlan, result: StepResult, taps: Sequence[Tap], known: Mapping[int, list[int]]
     ) -> None:
         """Fail unless a step result has the activations that ``taps`` names, each a (tap point, slot, first token).
 
         ``known`` has the tokens of each slot before the step draws.
         """
         slots = plan.slots.tolist()
+
+        def place(tap: Tap) -> tuple[int, int]:
+            point, slot, _ = tap
+            return driver.point(point), slots.index(slot)
+
         parts = [np.empty(0, np.float32)]
-        for point, slot, first in sorted(taps, key=lambda tap: (driver.point(tap[0]), slots.index(tap[1]))):
+        for point, slot, first in sorted(taps, key=place):
             row = slots.index(slot)
             start = int(plan.computed[row])
             end = start + int(plan.q_len[row])
@@ -80,10 +95,11 @@ class ExecutorTaps(ExecutorRows):
             parts.append(part)
         expected = np.concatenate(parts)
         found = result.taps
-        assert found.dtype == np.float32 and found.shape == expected.shape, (
-            f"step {plan.id}: taps are {found.dtype} {list(found.shape)}: expected float32 {list(expected.shape)}"
-        )
-        worst = float(np.abs(found - expected).max(initial=0))
+        form = f"{found.dtype} {list(found.shape)}"
+        wanted = f"float32 {list(expected.shape)}"
+        assert form == wanted, f"step {plan.id}: taps are {form}: expected {wanted}"
+        difference = np.abs(found - expected)
+        worst = float(difference.max(initial=0))
         assert worst < NEAR, f"step {plan.id}: taps differ from those of transformers by {worst:.2g}: allowed {NEAR}"
 
     @since(2, 3)
@@ -96,7 +112,8 @@ class ExecutorTaps(ExecutorRows):
         a, b, c = prompts(9, 11, 5)
         width = tiny().model.config.hidden_size
         vector = np.linspace(-4, 4, width).astype(np.float32)
-        add = {"layers.1.residual": vector, "layers.2.residual": vector[::-1].copy() ** 2}
+        reversed_vector = vector[::-1].copy()
+        add = {"layers.1.residual": vector, "layers.2.residual": reversed_vector**2}
         expected = steered(a, add, 4)
         assert expected != self.greedy(a, 4), "the vectors change nothing"
         plain = self.greedy(c, 3)
@@ -109,27 +126,29 @@ class ExecutorTaps(ExecutorRows):
             tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
             driver.submit({0: 8, 1: 11})
             driver.fork(0, 2, 1)
-            for rows in ({0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1}, {0: 1, 2: 1}):
-                driver.submit(rows)
-            for result in driver.executor.collect(0):
+            for _ in range(3):
+                driver.submit({0: 1, 1: 1, 2: 1})
+            driver.submit({0: 1, 2: 1})
+            for result in driver.collect():
                 for slot, token in by_slot(result).items():
                     tokens[slot].append(token)
+            row, other_row, fork = tokens.values()
             other = self.greedy(b, 4)
-            assert tokens[1] == other, f"the other row draws {tokens[1]}: expected {other}"
-            assert tokens[0] == expected, f"the row with vectors draws {tokens[0]}: expected {expected}"
-            assert tokens[2] == expected, f"the fork of the row draws {tokens[2]}: expected {expected}"
+            assert other_row == other, f"the other row draws {other_row}: expected {other}"
+            assert row == expected, f"the row with vectors draws {row}: expected {expected}"
+            assert fork == expected, f"the fork of the row draws {fork}: expected {expected}"
             driver.leave(0, 1, 2)
-            found = driver.generate([c], 3)[0]
+            (found,) = driver.generate([c], 3)
             assert found == plain, f"the next sequence in the slot does not draw {plain}"
 
 
 def hidden(tokens: Sequence[int], point: str) -> np.ndarray:
     """Return the activations of transformers at a tap point of ``READ``, or the logits, float32 [tokens, width]."""
-    with torch.inference_mode():
-        output = tiny().model(torch.tensor([list(tokens)]), output_hidden_states=True)
+    output = output_of(tokens)
     if point == "logits":
         return output.logits[0].numpy()
-    return output.hidden_states[_layer(point)][0].numpy()
+    states = output.hidden_states[_layer(point)]
+    return states[0].numpy()
 
 
 def _layer(point: str) -> int:
@@ -145,19 +164,27 @@ def steered(prompt: Sequence[int], add: Mapping[str, np.ndarray], n: int) -> lis
     model = tiny().model
     handles = []
     for point, vector in add.items():
-
-        def hook(_: Any, args: Any, out: Any, vector: np.ndarray = vector) -> Any:
-            add = torch.from_numpy(vector)
-            return (out[0] + add, *out[1:]) if isinstance(out, tuple) else out + add
-
-        handles.append(model.model.layers[_layer(point)].register_forward_hook(hook))
+        layer = model.model.layers[_layer(point)]
+        hook = _adding(torch.from_numpy(vector))
+        handles.append(layer.register_forward_hook(hook))
     tokens = list(prompt)
     try:
-        with torch.inference_mode():
-            for _ in range(n):
-                token = int(model(torch.tensor([tokens])).logits[0, -1].argmax())
-                tokens.append(token)
+        for _ in range(n):
+            last = output_of(tokens).logits[0, -1]
+            tokens.append(int(last.argmax()))
     finally:
         for handle in handles:
             handle.remove()
     return tokens[len(prompt) :]
+
+
+def _adding(vector: torch.Tensor) -> Callable[[Any, Any, Any], Any]:
+    """Return a hook that adds a vector to the output of a layer; if that is a tuple, to its first element."""
+
+    def hook(_: Any, args: Any, out: Any) -> Any:
+        if isinstance(out, tuple):
+            first, *others = out
+            return (first + vector, *others)
+        return out + vector
+
+    return hook
