@@ -50,34 +50,47 @@ def _device(suite: SpaceSuite) -> str:
 
     A back end that claims only a GPU can be tested on a CPU: there Triton's interpreter runs its kernels.
     """
-    device = suite.place().partition(":")[0]
-    return next(iter(suite.values("device", device, "cuda", "cpu")), device)
+    wanted = suite.place().partition(":")[0]
+    claimed = suite.values("device", wanted, "cuda", "cpu")
+    return claimed[0] if claimed else wanted
 
 
 def request(suite: SpaceSuite, setting: Setting) -> PluginQuery:
     """Return the engine's query for an attention back end that fits a setting."""
     specs = setting.specs
+    dim_qk = frozenset(spec.dim_qk for spec in specs)
+    dim_v = frozenset(spec.dim_v for spec in specs)
+    queries_per_kv = frozenset(spec.heads // spec.kv_heads for spec in specs)
+    device = _device(suite)
+    dtype = setting.dtype
+    kv_format = setting.kv_format
+    block = setting.block
     facts: dict[str, Any] = {
-        "device": _device(suite),
-        "dtype": setting.dtype,
-        "kv_format": setting.kv_format,
-        "block": setting.block,
-        "dim_qk": frozenset(s.dim_qk for s in specs),
-        "dim_v": frozenset(s.dim_v for s in specs),
-        "queries_per_kv": frozenset(s.heads // s.kv_heads for s in specs),
+        "device": device,
+        "dtype": dtype,
+        "kv_format": kv_format,
+        "block": block,
+        "dim_qk": dim_qk,
+        "dim_v": dim_v,
+        "queries_per_kv": queries_per_kv,
     }
     if suite.place().startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(suite.place())
         facts["sm"] = 10 * major + minor
-    used = {
-        "window": any(s.window is not None for s in specs),
-        "softcap": any(s.softcap is not None for s in specs),
-        "sinks": any(s.sinks for s in specs),
-        "alibi": any(s.alibi is not None for s in specs),
-        "v_in_k": any(s.v_in_k for s in specs),
-    }
-    features = frozenset(name for name, in_use in used.items() if in_use)
-    return PluginQuery(facts, features)
+    features: set[str] = set()
+    for spec in specs:
+        features |= _features_of(spec)
+    return PluginQuery(facts, frozenset(features))
+
+
+def _features_of(spec: AttnSpec) -> set[str]:
+    """Return the names of the features that a layer uses."""
+    used = {name for name in ("window", "softcap", "alibi") if getattr(spec, name) is not None}
+    if spec.sinks:
+        used.add("sinks")
+    if spec.v_in_k:
+        used.add("v_in_k")
+    return used
 
 
 class Space:
@@ -109,7 +122,8 @@ class Space:
             named = limit
         else:
             named = [getattr(limit, edge, None) for edge in ("least", "most", "step")]
-        numbers = sorted(n for n in named if isinstance(n, int) and 0 < n <= 1024)
+        numbers = [n for n in named if isinstance(n, int) and 0 < n <= 1024]
+        numbers.sort()
         if self.suite.place().startswith("cuda") and not self.suite.long:
             numbers = [*numbers[:1], *numbers[-1:]]
         listed = self.suite.values(fact, *candidates, *numbers)
@@ -117,11 +131,13 @@ class Space:
 
     def serves(self, setting: Setting) -> bool:
         """Return whether the plug-in claims to serve a setting."""
-        if any(spec.dim_v > spec.dim_qk for spec in setting.specs if spec.v_in_k):
-            return False
+        for spec in setting.specs:
+            if spec.v_in_k and spec.dim_v > spec.dim_qk:
+                return False
         if not self.suite.format_serves(setting.kv_format, setting.dtype):
             return False
-        return not self.spec.refuse(request(self.suite, setting), self.kind)
+        query = request(self.suite, setting)
+        return not self.spec.refuse(query, self.kind)
 
     def plain(self, kv_heads: int = 2, **fixed: Any) -> Setting | None:
         """Return the plainest claimed setting of one layer, or None.
@@ -131,20 +147,30 @@ class Space:
         """
         choices = []
         for fact, values in self.facts.items():
-            choices.append([fixed.pop(fact)] if fact in fixed else values)
+            fixed_value = [fixed.pop(fact)] if fact in fixed else values
+            choices.append(fixed_value)
         *facts, formats = choices
         found = None
         for dtype, block, ratio, dim_qk, dim_v in itertools.product(*facts):
-            if found is not None and dim_qk != dim_v:
+            equal = dim_qk == dim_v
+            if found is not None and not equal:
                 continue
             spec = AttnSpec(kv_heads * ratio, kv_heads, dim_qk, dim_v, **fixed)
-            lossless_first = sorted(formats, key=lambda name: self.stores[name] != dtype)
-            settings = (Setting((spec,), dtype, kv_format, block) for kv_format in lossless_first)
-            served = next(filter(self.serves, settings), None)
-            if served is not None and dim_qk == dim_v:
+            served = self._with_a_format(spec, dtype, block, formats)
+            if equal and served is not None:
                 return served
             found = found or served
         return found
+
+    def _with_a_format(self, spec: AttnSpec, dtype: str, block: int, formats: Sequence[str]) -> Setting | None:
+        """Return a claimed setting of one layer, preferably with a KV format that keeps all bits; None if there is
+        none."""
+        lossless_first = sorted(formats, key=lambda name: self.stores[name] != dtype)
+        for kv_format in lossless_first:
+            setting = Setting((spec,), dtype, kv_format, block)
+            if self.serves(setting):
+                return setting
+        return None
 
     def features(self) -> dict[str, Sequence[Any]]:
         """Return values to draw for fields of AttnSpec: the scale, and the features that the plug-in claims."""
@@ -174,12 +200,13 @@ class Space:
         @st.composite
         def any_setting(draw: Any) -> Setting:
             fact = {name: draw(values) for name, values in facts.items()}
+            dim_qk = fact["dim_qk"]
             equal_dims = draw(st.booleans())
-            dim_v = fact["dim_qk"] if equal_dims else fact["dim_v"]
+            dim_v = dim_qk if equal_dims else fact["dim_v"]
             kv_heads = draw(st.sampled_from((1, 2, 2, 3)))
             fields = {name: draw(values) for name, values in features.items()}
             heads = kv_heads * fact["queries_per_kv"]
-            first = AttnSpec(heads, kv_heads, fact["dim_qk"], dim_v, draw(v_in_k), **fields)
+            first = AttnSpec(heads, kv_heads, dim_qk, dim_v, draw(v_in_k), **fields)
             specs = [first]
             if draw(st.booleans()):
                 fields = {name: draw(values) for name, values in features.items()}
@@ -187,9 +214,11 @@ class Space:
                 if same_group:
                     fields["window"] = first.window
                 else:
-                    fields["kv_heads"] = kv_heads + 1
-                    fields["heads"] = draw(facts["queries_per_kv"]) * (kv_heads + 1)
-                specs.append(replace(first, **fields))
+                    more = kv_heads + 1
+                    fields["kv_heads"] = more
+                    fields["heads"] = more * draw(facts["queries_per_kv"])
+                second = replace(first, **fields)
+                specs.append(second)
             return Setting(tuple(specs), fact["dtype"], fact["kv_format"], fact["block"])
 
         return any_setting().filter(self.serves)
@@ -200,12 +229,14 @@ class Space:
         ``fixed`` has other facts or AttnSpec fields that the settings must have.  Skip the test if no setting is
         claimed.
         """
-        settings = {}
+        claimed = []
         for value in self.facts[fact]:
-            settings[value] = self.plain(**{fact: value}, **fixed)
-        claimed = [(value, setting) for value, setting in settings.items() if setting is not None]
+            setting = self.plain(**{fact: value}, **fixed)
+            if setting is not None:
+                claimed.append((value, setting))
         if not claimed:
-            pytest.skip(f"no setting with any {fact}" + (f" and {fixed}" if fixed else "") + " is claimed")
+            more = f" and {fixed}" if fixed else ""
+            pytest.skip(f"no setting with any {fact}{more} is claimed")
         yield from claimed
 
 
@@ -215,7 +246,9 @@ def room(setting: Setting) -> int:
     It is enough for some blocks, unless attention over them is too much work.
     """
     work = max(spec.heads * (spec.dim_qk + spec.dim_v) for spec in setting.specs)
-    return max(20, min(320, 400_000 // work, 5 * setting.block + 40))
+    affordable = 400_000 // work
+    some_blocks = 5 * setting.block + 40
+    return max(20, min(320, affordable, some_blocks))
 
 
 @dataclass(frozen=True)
@@ -299,25 +332,36 @@ def rows_of(plan: Sequence[RowLife], seqs: Sequence[WorldSeq], step: int) -> Row
     """Return (sequence, new tokens) of each row of step number ``step``, in reverse order if that is odd."""
     rows = []
     for seq, life in zip(seqs, plan, strict=True):
-        if life.news[step]:
-            rows.append((seq, life.news[step]))
-    return rows[::-1] if step % 2 else rows
+        new = life.news[step]
+        if new:
+            rows.append((seq, new))
+    if step % 2:
+        rows.reverse()
+    return rows
 
 
 def seen_in(rows: Rows, plan: Sequence[RowLife], block: int) -> Iterator[str]:
     """Yield the name of each difficult case that a step contains, such as "border", to be counted in ``Seen``."""
     live = [(seq, new) for seq, new in rows if seq.live]
-    if any(new == 1 for _, new in live) and any(new > 1 for _, new in live):
+    single = {new == 1 for _, new in live}
+    if len(single) == 2:
         yield "mixed"
     for seq, new in live:
         end = seq.length + new
-        yield "decode" if new == 1 else "chunk" if seq.length else "prompt"
-        if seq.length and seq.length % block:
+        if new == 1:
+            yield "decode"
+        elif seq.length:
+            yield "chunk"
+        else:
+            yield "prompt"
+        if seq.length % block:
             yield "mid-block"
         if end % block in (0, 1 % block):
             yield "border"
-    shared = [life for life in plan[1:] if life.shares and not life.null]
-    if any(min(life.past, plan[0].past) >= block for life in shared):
-        yield "shared"
+    for life in plan[1:]:
+        common = min(life.past, plan[0].past)
+        if life.shares and not life.null and common >= block:
+            yield "shared"
+            break
     if len(live) < len(rows):
         yield "padded"

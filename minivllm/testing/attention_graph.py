@@ -20,7 +20,7 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttnMeta, GraphKey
 
 from .attention_math import TokenPlace, compare
-from .attention_world import Rows, Setting, World, WorldSuite
+from .attention_world import Rows, Setting, World, WorldSeq, WorldSuite
 from .waiting import no_wait, waits
 
 TOKENS = 300  # most tokens of a sequence
@@ -33,19 +33,22 @@ def check_decode(suite: WorldSuite, setting: Setting) -> None:
     Where a step has fewer rows, rows without blocks pad it.
     """
     world = World(suite, setting, 7, TOKENS)
-    seqs = []
-    for past in (3, 290, 15, 16, 40, 1):
-        seqs.append(world.add(past))
+    seqs = [world.add(past) for past in (3, 290, 15, 16, 40, 1)]
     pad = world.add_null()
     chosen = [[0, 1, 2, 3, 4], [2, 1], [5, 4, 3, 2, 1], [3], [1, 0, 5], [4, 0], [2, 0, 4], [1, 5]]
     steps = []
     for i, indices in enumerate(chosen):
         size = 2 if i % 2 else 5
-        rows = [(seqs[index], 1) for index in indices]
-        step = rows + [(pad, 1)] * (size - len(rows))
-        steps.append(step)
+        steps.append(_decode_step(seqs, indices, pad, size))
     keys = [GraphKey("decode", 5, 5), GraphKey("decode", 2, 2)]
     _capture_and_replay(world, keys, steps)
+
+
+def _decode_step(seqs: Sequence[WorldSeq], chosen: Sequence[int], pad: WorldSeq, size: int) -> Rows:
+    """Return ``size`` rows of one token, of the chosen sequences and then of ``pad``."""
+    rows = [(seqs[index], 1) for index in chosen]
+    padding = [(pad, 1)] * (size - len(rows))
+    return rows + padding
 
 
 def check_mixed(suite: WorldSuite, setting: Setting) -> None:
@@ -56,7 +59,10 @@ def check_mixed(suite: WorldSuite, setting: Setting) -> None:
     world = World(suite, setting, 5, TOKENS)
     seqs = [world.add(past) for past in (0, 200, 17, 5)]
     lengths = [(5, 5, 5, 5), (1, 1, 16, 2), (2, 14, 2), (1, 2, 4, 13), (1, 1, 1, 17), (9,), (1, 1, 2)]
-    steps = [list(zip(seqs, q_len, strict=False)) for q_len in lengths]
+    steps = []
+    for q_len in lengths:
+        rows = zip(seqs, q_len, strict=False)
+        steps.append(list(rows))
     keys = [GraphKey("mixed", 4, 20), GraphKey("mixed", 6, 24)]
     _capture_and_replay(world, keys, steps)
 
@@ -66,15 +72,14 @@ def check_shared(suite: WorldSuite, setting: Setting) -> None:
     world = World(suite, setting, 8, LONG)
     head = world.add(LONG - 12)
     other = world.add(LONG - 40)
-    rest = [world.add(head.length, like=head) for _ in range(4)]
-    seqs = [head, other, *rest, world.add(7), world.add(5, like=head)]
+    seqs = [head, other]
+    for _ in range(4):
+        seqs.append(world.add(head.length, like=head))
+    seqs.append(world.add(7))
+    seqs.append(world.add(5, like=head))
     pad = world.add_null()
     chosen = [[0, 2, 3, 4, 5, 1], [1, 6, 7], [5, 1, 4, 6, 3, 0], [2, 3, 4, 5], [7, 0, 2, 3, 4, 5]]
-    steps = []
-    for indices in chosen:
-        rows = [(seqs[i], 1) for i in indices]
-        padding = [(pad, 1)] * (6 - len(indices))
-        steps.append(rows + padding)
+    steps = [_decode_step(seqs, indices, pad, 6) for indices in chosen]
     keys = [GraphKey("decode", 6, 6, shared=True)]
     _capture_and_replay(world, keys, steps)
 
@@ -102,9 +107,9 @@ class _Step:
             world.backend.plan(self.meta, key)
         if self.on_gpu:
             self.replay = _captured(self._run)
-        else:
-            self.replay = self._run
-        if not self.on_gpu and "cuda" in world.suite.values("device", "cuda"):
+            return
+        self.replay = self._run
+        if "cuda" in world.suite.values("device", "cuda"):
             with waits(world.device) as found:
                 self._run()
             no_wait(found, f"a {key.kind} step")
@@ -122,10 +127,12 @@ class _Step:
         meta.q_len = _padded(meta.q_len, more)
         meta.kv_len = _padded(meta.kv_len, more)
         for name in ("position", "row", "slot_map"):
-            padded = _padded(getattr(meta, name), self.key.tokens - tokens)
+            of_tokens = getattr(meta, name)
+            padded = _padded(of_tokens, self.key.tokens - tokens)
             setattr(meta, name, padded)
-        meta.host_q_len = np.pad(meta.host_q_len, (0, more))
-        meta.host_kv_len = np.pad(meta.host_kv_len, ((0, 0), (0, more)))
+        behind = (0, more)
+        meta.host_q_len = np.pad(meta.host_q_len, behind)
+        meta.host_kv_len = np.pad(meta.host_kv_len, ((0, 0), behind))
         return meta
 
     def _inputs(self, rows: Rows) -> list[Tensor]:
@@ -139,10 +146,11 @@ class _Step:
 
     def _run(self) -> None:
         """Run ``plan`` if it is captured, ``write`` and ``forward`` on the step's tensors."""
+        backend = self.world.backend
         if self.on_device:
-            self.world.backend.plan(self.meta, self.key)
-        q = self.world.backend.write(self.layer, *self.static, self.meta, None)
-        self.world.backend.forward(self.layer, q, self.meta, self.out)
+            backend.plan(self.meta, self.key)
+        q = backend.write(self.layer, *self.static, self.meta, None)
+        backend.forward(self.layer, q, self.meta, self.out)
 
     def check(self, rows: Rows) -> None:
         """Replay the step on other rows and compare the results with exact attention.
@@ -186,9 +194,10 @@ class _Step:
 def _capture_and_replay(world: World, keys: Sequence[GraphKey], steps: Sequence[Rows]) -> None:
     """Capture the first step of each key, then replay all steps.  The keys take turns in ``steps``."""
     with torch.inference_mode():
-        captured = [_Step(world, key, steps[i]) for i, key in enumerate(keys)]
+        captured = [_Step(world, key, rows) for key, rows in zip(keys, steps, strict=False)]
         for i, rows in enumerate(steps):
-            captured[i % len(captured)].check(rows)
+            step = captured[i % len(captured)]
+            step.check(rows)
 
 
 def _captured(run: Callable[[], None]) -> Callable[[], None]:
@@ -197,11 +206,12 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
     A capture must be preceded by runs on another stream, which warm up the kernels.
     """
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    current = torch.cuda.current_stream()
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
+        run()
+        run()
+    current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
@@ -213,7 +223,8 @@ def _bounded(meta: AttnMeta, longest: int) -> AttnMeta:
     for f in fields(meta):
         value = getattr(meta, f.name)
         if isinstance(value, Tensor):
-            setattr(meta, f.name, value.clone(memory_format=torch.contiguous_format))
+            own = value.clone(memory_format=torch.contiguous_format)
+            setattr(meta, f.name, own)
         elif isinstance(value, np.ndarray):
             setattr(meta, f.name, np.array(value))
     meta.host_kv_len[:] = longest
@@ -222,7 +233,8 @@ def _bounded(meta: AttnMeta, longest: int) -> AttnMeta:
 
 def _padded(x: Tensor, more: int, value: int = 0) -> Tensor:
     """Return x [..., n] with ``more`` elements of ``value`` appended to its last dimension."""
-    padding = x.new_full((*x.shape[:-1], more), value)
+    *sizes, _ = x.shape
+    padding = x.new_full((*sizes, more), value)
     parts = [x, padding]
     return torch.cat(parts, dim=-1)
 
@@ -232,13 +244,18 @@ def _copy_tensors(meta: AttnMeta, new: AttnMeta) -> None:
     for f in fields(meta):
         value = getattr(meta, f.name)
         if isinstance(value, Tensor):
-            value.copy_(getattr(new, f.name))
+            source = getattr(new, f.name)
+            value.copy_(source)
 
 
 def _host_arrays(meta: AttnMeta) -> dict[str, np.ndarray]:
     """Return copies of the host arrays of the metadata, by field."""
-    values = {f.name: getattr(meta, f.name) for f in fields(meta)}
-    return {name: np.array(value) for name, value in values.items() if isinstance(value, np.ndarray)}
+    arrays = {}
+    for f in fields(meta):
+        value = getattr(meta, f.name)
+        if isinstance(value, np.ndarray):
+            arrays[f.name] = value.copy()
+    return arrays
 
 
 def _set_host_arrays(meta: AttnMeta, arrays: dict[str, np.ndarray]) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from minivllm.errors import MinivllmError
 
-from .attention_world import World
+from .attention_math import largest
+from .attention_world import World, WorldSeq
 from .base import since
 
 
@@ -30,9 +31,11 @@ class AttentionLse:
         """
         self.need("lse")
         rows = [(0, 5), (7, 1), (6, 4), (0, 1), (30, 1), (11, 9), (0, 20)]
-        for more in ({}, {"window": 4}, {"sinks": True}, {"softcap": 2.0}, {"scale": 0.8}):
-            if all(feature == "scale" or self.claims(feature) for feature in more):
-                self.run(self.plain(**more), rows, lse=True)
+        features = [{"window": 4}, {"sinks": True}, {"softcap": 2.0}]
+        claimed = [more for more in features if self.claims(*more)]
+        for more in ({}, {"scale": 0.8}, *claimed):
+            setting = self.plain(**more)
+            self.run(setting, rows, lse=True)
 
     @since(1, 2)
     def test_answers_over_parts_of_a_context_merge_by_their_lse(self) -> None:
@@ -42,27 +45,31 @@ class AttentionLse:
         weighted by exp(lse), is the output of the third row (Ring Attention, arXiv:2310.01889; FlashDecoding).
         """
         self.need("lse")
-        total, first = 37, 13  # numbers of keys: of the whole context, and of its first part
+        total = 37  # number of keys of the whole context
+        first = 13  # number of keys of its first part
         world = World(self, self.plain(), 3, total + 1)
-        start, end, whole = (world.add() for _ in range(3))
-        for seq, keys in ((start, slice(0, first)), (end, slice(first, total))):
-            n = keys.stop - keys.start
-            for part, source in zip((*seq.k, *seq.v), (*whole.k, *whole.v), strict=True):
-                part[:n] = source[keys]
-            for part, source in zip(seq.q, whole.q, strict=True):
-                part[n - 1] = source[total - 1]
-        world.step([(start, first - 1), (end, total - first - 1), (whole, total - 1)])
-        for result in world.step([(start, 1), (end, 1), (whole, 1)], lse=True):
+        start = world.add()
+        end = world.add()
+        whole = world.add()
+        _copy_part(whole, start, slice(0, first), total - 1)
+        _copy_part(whole, end, slice(first, total), total - 1)
+        seqs = (start, end, whole)
+        lengths = (first, total - first, total)
+        cached = [(seq, n - 1) for seq, n in zip(seqs, lengths, strict=True)]
+        world.step(cached)
+        last = [(seq, 1) for seq in seqs]
+        for result in world.step(last, lse=True):
             assert result.lse is not None
             out = result.out.double()
             lse = result.lse.double()
             merged_lse = torch.logaddexp(lse[0], lse[1])
             weights = (lse[:2] - merged_lse).exp()
-            merged = (weights[..., None] * out[:2]).sum(0)
+            weighted = weights[..., None] * out[:2]
+            merged = weighted.sum(0)
             eps = torch.finfo(result.out.dtype).eps
-            allowed = 1e-5 + 4 * eps * float(out.abs().max())
-            out_error = float((merged - out[2]).abs().max())
-            lse_error = float((merged_lse - lse[2]).abs().max())
+            allowed = 1e-5 + 4 * eps * largest(out)
+            out_error = largest(merged - out[2])
+            lse_error = largest(merged_lse - lse[2])
             error = max(out_error, lse_error)
             assert error <= allowed, f"merged results are off by {error:.2g}; at most {allowed:.2g} is allowed"
 
@@ -76,3 +83,12 @@ class AttentionLse:
         with pytest.raises((MinivllmError, NotImplementedError, ValueError)) as caught:
             world.step(rows, lse=True)
         assert str(caught.value).strip(), "lse is refused without a message"
+
+
+def _copy_part(whole: WorldSeq, part: WorldSeq, keys: slice, query: int) -> None:
+    """Give ``part`` some keys and values of the sequence ``whole``, and for its newest token a query of ``whole``."""
+    n = keys.stop - keys.start
+    for x, source in zip((*part.k, *part.v), (*whole.k, *whole.v), strict=True):
+        x[:n] = source[keys]
+    for x, source in zip(part.q, whole.q, strict=True):
+        x[n - 1] = source[query]

@@ -24,6 +24,16 @@ class ExactAttention:
     largest: float  # largest absolute score of a query and a visible key
 
 
+def largest(x: Tensor) -> float:
+    """Return the largest absolute value of a tensor."""
+    return float(x.abs().max())
+
+
+def half_eps(dtype: torch.dtype) -> float:
+    """Return the largest relative error that rounding to a dtype has."""
+    return torch.finfo(dtype).eps / 2
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None, selected: Tensor | None = None
 ) -> ExactAttention:
@@ -34,31 +44,35 @@ def attend(
     """
     n = len(q)
     length = len(k)
-    kv_head = torch.arange(spec.heads) // (spec.heads // spec.kv_heads)
-    if spec.scale is not None:
-        scale = spec.scale
-    else:
-        scale = spec.dim_qk**-0.5
-    scores = (q.transpose(0, 1) @ k[:, kv_head].permute(1, 2, 0)) * scale  # [heads, n, L]
+    queries_per_kv = spec.heads // spec.kv_heads
+    kv_head = torch.arange(spec.heads) // queries_per_kv
+    scale = spec.dim_qk**-0.5 if spec.scale is None else spec.scale
+    keys = k[:, kv_head].permute(1, 2, 0)
+    products = q.transpose(0, 1) @ keys  # [heads, n, L]
+    scores = products * scale
     if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        bent = torch.tanh(scores / spec.softcap)
+        scores = spec.softcap * bent
     if spec.alibi is not None:
         query = torch.arange(length - n, length)
         distance = torch.arange(length) - query[:, None]
-        slope = torch.tensor(spec.alibi, dtype=scores.dtype)[:, None, None]
-        scores = scores + slope * distance
+        slope = torch.tensor(spec.alibi, dtype=scores.dtype)
+        scores = scores + slope[:, None, None] * distance
     if selected is None:
         seen = visible(n, length, spec)
     else:
         seen = selected.transpose(0, 1)
-    largest = float(scores.masked_fill(~seen, 0).abs().max())
+    largest_score = largest(scores.masked_fill(~seen, 0))
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
-        sink = sinks.to(scores)[:, None, None].expand(-1, n, 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    probs = scores.softmax(-1)[..., :length]
-    out = probs @ v[:, kv_head].transpose(0, 1)
-    return ExactAttention(out.transpose(0, 1), scores.logsumexp(-1).T, largest)
+        sink = sinks.to(scores)[:, None, None]
+        columns = [scores, sink.expand(-1, n, 1)]
+        scores = torch.cat(columns, dim=-1)
+    probs = scores.softmax(-1)
+    values = v[:, kv_head].transpose(0, 1)
+    out = probs[..., :length] @ values
+    lse = scores.logsumexp(-1)
+    return ExactAttention(out.transpose(0, 1), lse.T, largest_score)
 
 
 def visible(queries: int, keys: int, spec: AttnSpec) -> Tensor:
@@ -82,16 +96,18 @@ def check_selected(backend: AttentionBackend, spec: AttnSpec, mask: Any, queries
         found = f"{tuple(mask.shape)} {mask.dtype}"
     else:
         found = type(mask).__name__
-    assert isinstance(mask, Tensor) and mask.dtype == torch.bool and tuple(mask.shape) == shape, (
-        f"selected returned {found}: expected a bool tensor {shape}, [q_len, heads, kv_len]"
-    )
+    right = found == f"{shape} {torch.bool}"
+    assert right, f"selected returned {found}: expected a bool tensor {shape}, [q_len, heads, kv_len]"
+    mask = mask.cpu()
     seen = visible(queries, keys, spec)
-    beyond = (mask.cpu() & ~seen[:, None]).nonzero()
-    assert not len(beyond), (
-        f"selected returns key {int(beyond[0][2])} for query {int(beyond[0][0])} of the last {queries} of {keys} "
-        "tokens, which may not see it"
-    )
-    count = mask.cpu().sum(-1)
+    hidden = ~seen[:, None]
+    beyond = (mask & hidden).nonzero().tolist()
+    if beyond:
+        query, _, key = beyond[0]
+        raise AssertionError(
+            f"selected returns key {key} for query {query} of the last {queries} of {keys} tokens, which may not see it"
+        )
+    count = mask.sum(-1)
     assert bool((count > 0).all()), "selected returns no key for a query: expected at least one"
     for i, n in enumerate(seen.sum(-1).tolist()):
         allowed = backend.most_keys(n, queries)
@@ -106,7 +122,8 @@ def check_selected(backend: AttentionBackend, spec: AttnSpec, mask: Any, queries
 
 def slopes(heads: int) -> tuple[float, ...]:
     """Return a different ALiBi slope for each of ``heads`` heads, from steep to flat."""
-    return tuple(2.0 ** (-0.5 - 6.0 * head / heads) for head in range(heads))
+    exponents = [-0.5 - 6.0 * head / heads for head in range(heads)]
+    return tuple(2.0**exponent for exponent in exponents)
 
 
 def rotated(x: Tensor, norm: Tensor | None, pre: QKPre, position: Tensor) -> Tensor:
@@ -117,15 +134,20 @@ def rotated(x: Tensor, norm: Tensor | None, pre: QKPre, position: Tensor) -> Ten
     """
     if norm is not None:
         mean_square = x.square().mean(-1, keepdim=True)
-        x = x / (mean_square + pre.eps).sqrt() * norm.to(x)
+        size = (mean_square + pre.eps).sqrt()
+        x = x / size * norm.to(x)
     if pre.cos is None:
         return x
     half = pre.cos.shape[1] // 2
-    cos = pre.cos.cpu()[position, None, :half].to(x)
-    sin = pre.sin.cpu()[position, None, :half].to(x)
-    a = x[..., :half]
-    b = x[..., half : 2 * half]
-    parts = [a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]]
+
+    def of_tokens(table: Tensor) -> Tensor:
+        rows = table.cpu()[position, None, :half]
+        return rows.to(x)
+
+    cos = of_tokens(pre.cos)
+    sin = of_tokens(pre.sin)
+    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    parts = [a * cos - b * sin, b * cos + a * sin, rest]
     return torch.cat(parts, dim=-1)
 
 
@@ -146,11 +168,14 @@ class TokenPlace:
 
     def at(self, index: tuple[int, ...]) -> str:
         """Describe an element of a result in words; ``index`` is (token within the row, head, element)."""
-        position = self.length - self.n + index[0]
-        parts = (f", {name} {i}" for name, i in zip(("head", "element"), index[1:], strict=False))
-        inner = "".join(parts)
-        block = f"{position // self.block} + {position % self.block}"
-        return f"row {self.row} of {self.n} queries and {self.length} keys: position {position} = block {block}{inner}"
+        token, *rest = index
+        position = self.length - self.n + token
+        inner = ""
+        for name, i in zip(("head", "element"), rest, strict=False):
+            inner += f", {name} {i}"
+        block, offset = divmod(position, self.block)
+        row = f"row {self.row} of {self.n} queries and {self.length} keys"
+        return f"{row}: position {position} = block {block} + {offset}{inner}"
 
 
 def compare(
@@ -170,12 +195,14 @@ def compare(
     """
     tokens = slice(place.first, place.first + place.n)
     inexact = 2**-22 * exact.largest
-    size = float(exact.out.abs().max())
-    floor = 1e-5 * max(1.0, size) + inexact * (size + 3)
-    unit = torch.finfo(dtype).eps / 2
+    size = largest(exact.out)
+    of_score = inexact * (size + 3)  # error of the result by the rounding of a score
+    floor = 1e-5 * max(1.0, size) + of_score
+    unit = half_eps(dtype)
     check("out", out[tokens], exact.out, naive.out, floor, unit, place)
     if lse is not None:
-        floor = 1e-5 + 4 * inexact + unit * exact.largest
+        rounding = unit * exact.largest
+        floor = 1e-5 + 4 * inexact + rounding
         check("lse", lse[tokens], exact.lse, naive.lse, floor, 0.0, place)
 
 
@@ -195,17 +222,20 @@ def check(
         value = float(result[index])
         raise AssertionError(f"{name} is {value}, or was not written, in {place.at(index)}\n{place.setting}")
     error = (result - exact).abs()
-    size = float(exact.abs().max())
-    allowed = 2 * float(naive_error.abs().max()) + floor + unit * size
+    size = largest(exact)
+    allowed = 2 * largest(naive_error) + floor + unit * size
     at = torch.unravel_index(error.argmax(), error.shape)
     index = tuple(int(i) for i in at)
+    value = float(result[index])
+    wanted = float(exact[index])
     assert float(error[index]) <= allowed, (
-        f"{name} is {float(result[index]):.7g}, expected {float(exact[index]):.7g} within {allowed:.2g}, in "
-        f"{place.at(index)}\n{place.setting}"
+        f"{name} is {value:.7g}, expected {wanted:.7g} within {allowed:.2g}, in {place.at(index)}\n{place.setting}"
     )
     norm = float(exact.norm())
-    allowed = 2 * float(naive_error.norm()) + floor * result.numel() ** 0.5 + unit * norm
-    assert float(error.norm()) <= allowed, (
-        f"{name} is off by {float(error.norm()):.3g} in L2, where the answer has {norm:.3g}: at most {allowed:.3g} is "
+    floor_norm = floor * result.numel() ** 0.5
+    allowed = 2 * float(naive_error.norm()) + floor_norm + unit * norm
+    error_norm = float(error.norm())
+    assert error_norm <= allowed, (
+        f"{name} is off by {error_norm:.3g} in L2, where the answer has {norm:.3g}: at most {allowed:.3g} is "
         f"allowed, in {place.at((0,))}\n{place.setting}"
     )

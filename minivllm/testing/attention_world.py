@@ -34,6 +34,8 @@ torch.set_num_threads(1)  # use one thread, because several threads only wait fo
 GUARD = 3  # guard rows before and after an output tensor, which a back end must not change
 MARK = 7.0  # the value of the elements of guard rows
 UNOWNED = 4  # number of blocks of each KV group that no sequence owns
+KeptTensors = dict[tuple[str, Any], Tensor]  # (field of the metadata, shape) -> tensor of an earlier step
+Span = tuple[int, int]  # first position, position after the last
 
 
 def make_meta(
@@ -53,37 +55,30 @@ def make_meta(
     """
     columns = [np.array(column, np.int64) for column in zip(*rows, strict=True)]
     slots, q_len, kv_len = columns
-    decode_rows = int(np.argmax(np.append(q_len, 2) != 1))
-    groups = len(table)
+    several = np.append(q_len, 2) != 1
+    decode_rows = int(several.argmax())
     ends = np.cumsum(q_len)
+    cu_q = np.append(0, ends)
     row = np.repeat(np.arange(len(rows)), q_len)
-    position = (kv_len - ends)[row] + np.arange(len(row))
-    blocks = table[:, slots[row], position // block].astype(np.int64)
-    slot_map = blocks * block + position % block
-    slot_map[:, np.isin(row, list(ended))] = 0
+    shift = kv_len - ends  # position of a token in its sequence, less its position in the step
+    position = shift[row] + np.arange(len(row))
+    blocks = table[:, slots[row], position // block]
+    slot_map = blocks.astype(np.int64) * block + position % block
+    ended_tokens = np.isin(row, list(ended))
+    slot_map[:, ended_tokens] = 0
     host_q_len = q_len.astype(np.int32)
     host_q_len.flags.writeable = False
     host_kv_len = kv_len.astype(np.int32)
     host_kv_len[:decode_rows] += ahead
-
-    def int32(x: np.ndarray) -> Tensor:
-        return torch.tensor(x, dtype=torch.int32, device=device)
-
-    cu_q = int32(np.append(0, ends))
-    return AttnMeta(
-        slots=torch.tensor(slots, device=device),
-        cu_q=cu_q,
-        q_len=int32(q_len),
-        kv_len=int32(kv_len).expand(groups, len(rows)),
-        position=torch.tensor(position, device=device),
-        row=torch.tensor(row, device=device),
-        table=int32(table),
-        slot_map=torch.tensor(slot_map, device=device),
-        block=block,
-        decode_rows=decode_rows,
-        host_q_len=host_q_len,
-        host_kv_len=np.broadcast_to(host_kv_len, (groups, len(rows))),
-    )
+    of_groups = (len(table), len(rows))
+    int64 = {"slots": slots, "position": position, "row": row, "slot_map": slot_map}
+    int32 = {"cu_q": cu_q, "q_len": q_len, "kv_len": kv_len, "table": table}
+    tensors = {name: torch.tensor(x, device=device) for name, x in int64.items()}
+    for name, x in int32.items():
+        tensors[name] = torch.tensor(x, dtype=torch.int32, device=device)
+    tensors["kv_len"] = tensors["kv_len"].expand(of_groups)
+    host = {"host_q_len": host_q_len, "host_kv_len": np.broadcast_to(host_kv_len, of_groups)}
+    return AttnMeta(**tensors, **host, block=block, decode_rows=decode_rows)
 
 
 def allocate(layout: KVLayout, blocks: int, device: str, value: float = 0.0) -> dict[str, Tensor]:
@@ -91,8 +86,25 @@ def allocate(layout: KVLayout, blocks: int, device: str, value: float = 0.0) -> 
     cache = {}
     for name, tensor in layout.tensors.items():
         shape = (blocks, *tensor.shape)
-        cache[name] = torch.full(shape, value, dtype=getattr(torch, tensor.dtype), device=device)
+        dtype = getattr(torch, tensor.dtype)
+        cache[name] = torch.full(shape, value, dtype=dtype, device=device)
     return cache
+
+
+def number_of_blocks(tokens: int, block: int) -> int:
+    """Return the number of blocks of ``block`` tokens that some tokens fill or begin."""
+    return -(-tokens // block)
+
+
+def values_of(spec: AttnSpec, k: Tensor, v: Tensor) -> Tensor:
+    """Return the values of a layer [T, kv_heads, dim_v], which may be the first elements of its keys."""
+    source = k if spec.v_in_k else v
+    return source[..., : spec.dim_v]
+
+
+def layer_copies(layer: AttnLayer) -> dict[str, Tensor]:
+    """Return copies of the cache tensors of a layer."""
+    return {name: x.clone() for name, x in layer.cache.items()}
 
 
 @dataclass(frozen=True)
@@ -105,23 +117,27 @@ class Setting:
     block: int  # tokens per block
 
     def __str__(self) -> str:
-        return f"{self.dtype}, kv_format={self.kv_format}, block={self.block}, {'; '.join(map(str, self.specs))}"
+        specs = "; ".join(map(str, self.specs))
+        return f"{self.dtype}, kv_format={self.kv_format}, block={self.block}, {specs}"
 
 
-def keep_tensors(kept: dict[tuple[str, Any], Tensor], meta: AttnMeta, names: Collection[str] | None = None) -> None:
+def keep_tensors(kept: KeptTensors, meta: AttnMeta, names: Collection[str] | None = None) -> None:
     """Replace the tensors of the metadata by the tensors of an earlier step, filled with the new values.
 
     A back end that recognises a step by the id or address of a tensor then takes the new step for an old one.
-    ``kept`` has the tensors of earlier steps, by field and shape.  ``names`` are the fields to replace; None means
-    all.
+    ``kept`` has the tensors of earlier steps.  ``names`` are the fields to replace; None means all.
     """
     for item in fields(meta):
         value = getattr(meta, item.name)
-        if isinstance(value, Tensor) and (names is None or item.name in names):
-            key = (item.name, value.shape)
-            if key not in kept:
-                kept[key] = value.clone(memory_format=torch.contiguous_format)
-            setattr(meta, item.name, kept[key].copy_(value))
+        if not isinstance(value, Tensor):
+            continue
+        if names is not None and item.name not in names:
+            continue
+        key = (item.name, value.shape)
+        if key not in kept:
+            kept[key] = value.clone(memory_format=torch.contiguous_format)
+        tensor = kept[key].copy_(value)
+        setattr(meta, item.name, tensor)
 
 
 @dataclass
@@ -146,6 +162,33 @@ class WorldSeq:
 
 
 Rows = Sequence[tuple[WorldSeq, int]]  # a step: (sequence, number of its new tokens) of each row
+
+
+def decode_first(rows: Rows) -> Rows:
+    """Return the rows of a step with the rows of one token first."""
+
+    def is_longer(row: tuple[WorldSeq, int]) -> bool:
+        _, new = row
+        return new != 1
+
+    return sorted(rows, key=is_longer)
+
+
+@dataclass(frozen=True)
+class WorldOptions:
+    """The options of a world."""
+
+    seed: int = 0
+    poison: float = 1e4  # size of the garbage, which may be NaN
+    q_size: float = 1.0  # size of the queries
+    batch_invariant: bool = False
+    null_nan: bool = False  # the null block is full of NaN before each step, and rows that have ended write NaN to it
+    # factor by which keys grow from the first to the last token of a sequence, or shrink in every second sequence
+    slope: float = 1.0
+    static: bool = False  # every tensor of the metadata is reused by all steps in which it has the same shape
+
+
+WORLD_OPTIONS = frozenset(item.name for item in fields(WorldOptions))
 
 
 @dataclass
@@ -177,67 +220,44 @@ class WorldSuite(Protocol):
 class World:
     """A back end with a cache for ``rows`` sequences of up to ``tokens`` tokens.
 
-    ``poison`` is the size of the garbage, which may be NaN.  ``q_size`` is the size of the queries.  If ``null_nan``,
-    the null block is full of NaN before each step, and rows that have ended write NaN to it, like failed rows.  Keys
-    grow by the factor ``slope`` from the first token of the first sequence to its last possible token, shrink by the
-    same factor in the second sequence, and so on.  The scores grow and shrink with them.
-
-    The block table on the device is the same tensor in all steps, as in the engine.  If ``static``, every other tensor
-    of the metadata is reused too, by all steps in which it has the same shape.
+    ``options`` are fields of ``WorldOptions``.  The scores grow and shrink with the keys.  The block table on the
+    device is the same tensor in all steps, as in the engine.
     """
 
     def __init__(
-        self,
-        suite: WorldSuite,
-        setting: Setting,
-        rows: int,
-        tokens: int,
-        *,
-        seed: int = 0,
-        poison: float = 1e4,
-        q_size: float = 1.0,
-        batch_invariant: bool = False,
-        backend: Any = None,
-        null_nan: bool = False,
-        slope: float = 1.0,
-        static: bool = False,
+        self, suite: WorldSuite, setting: Setting, rows: int, tokens: int, *, backend: Any = None, **options: Any
     ) -> None:
         self.suite = suite
         self.setting = setting
+        self.options = WorldOptions(**options)
         self.block = setting.block
         self.tokens = tokens
-        self.poison = poison
-        self.q_size = q_size
-        self.null_nan = null_nan
-        self.slope = slope
-        self.static = static
         self.added = 0  # sequences so far
         self.key = GraphKey()  # of the steps
-        # slot -> spans (first position, position after the last); the tokens of a span all attend to each other, as
-        # those of an image
-        self.spans: dict[int, tuple[tuple[int, int], ...]] = {}
+        # slot -> spans; the tokens of a span all attend to each other, as those of an image
+        self.spans: dict[int, tuple[Span, ...]] = {}
         self.position_offset = 0  # added to AttnMeta.position, as for a request with a second rotary table
-        self.kept: dict[tuple[str, Any], Tensor] = {}  # (field of the metadata, shape) -> tensor
-        self.rng = np.random.default_rng(seed)
-        self.random = torch.Generator().manual_seed(seed)
+        self.kept: KeptTensors = {}
+        self.rng = np.random.default_rng(self.options.seed)
+        self.random = torch.Generator().manual_seed(self.options.seed)
         self.device = suite.place()
         self.dtype = getattr(torch, setting.dtype)
         slots = rows + 2
-        self.per_row = -(-tokens // self.block)  # blocks that each sequence has
-        ctx = suite.attention_context(setting, slots, tokens, batch_invariant)
+        self.per_row = number_of_blocks(tokens, self.block)  # blocks that each sequence has
+        ctx = suite.attention_context(setting, slots, tokens, self.options.batch_invariant)
         if backend is None:
             self.backend = suite.build(ctx)
         else:
             self.backend = backend
         self.format = ctx.kv_format
-        self.geometries = list(dict.fromkeys(spec.geometry for spec in setting.specs))  # one geometry per KV group
+        geometries = dict.fromkeys(spec.geometry for spec in setting.specs)
+        self.geometries = list(geometries)  # one geometry per KV group
         self.layers = [self._layer(i, spec) for i, spec in enumerate(setting.specs)]
         self.blocks = 1 + rows * self.per_row + UNOWNED
-        self.free = []
+        self.free: list[list[int]] = []  # blocks of each KV group that a sequence may get
+        self.unowned: list[list[int]] = []  # blocks of each KV group that hold garbage
         for _ in self.geometries:
-            shuffled = 1 + self.rng.permutation(self.blocks - 1)
-            self.free.append(list(shuffled))
-        self.unowned = [[NULL_BLOCK, *(free.pop() for _ in range(UNOWNED))] for free in self.free]
+            self._divide_blocks()
         shape = (slots, self.per_row + 1)
         entries = [self.rng.choice(blocks, shape) for blocks in self.unowned]
         self.table = np.array(entries, np.int32)
@@ -247,12 +267,23 @@ class World:
             layer.cache = allocate(layout, self.blocks, self.device)
             self._poison(layer)
 
+    def _divide_blocks(self) -> None:
+        """Choose the blocks of another KV group that no sequence owns, and the order in which sequences get the others.
+
+        The null block is among the blocks without an owner.
+        """
+        shuffled = 1 + self.rng.permutation(self.blocks - 1)
+        free = list(shuffled)
+        unowned = [free.pop() for _ in range(UNOWNED)]
+        self.free.append(free)
+        self.unowned.append([NULL_BLOCK, *unowned])
+
     def _layer(self, index: int, spec: AttnSpec) -> AttnLayer:
         """Return a layer with random sinks and the slopes of its spec, without a cache."""
+        sinks = None
         if spec.sinks:
-            sinks = self.randn(spec.heads).float().to(self.device) * 2
-        else:
-            sinks = None
+            random = self.randn(spec.heads).float()
+            sinks = 2 * random.to(self.device)
         group = self.geometries.index(spec.geometry)
         layer = AttnLayer(index, group, spec, sinks=sinks)
         if spec.alibi is not None:
@@ -272,30 +303,41 @@ class World:
         All values are large, and so are all keys or every second key.  The null block gets finite garbage here.
         """
         spec = layer.spec
-        is_nan = self.poison != self.poison
-        half = torch.float16 in (self.dtype, getattr(torch, self.format.dtype, None))
-        large_key = 100.0 if half and not is_nan else self.poison  # larger keys would give infinite scores in float16
+        poison = self.options.poison
+        is_nan = poison != poison
+        format_dtype = getattr(torch, self.format.dtype, None)
+        half = torch.float16 in (self.dtype, format_dtype)
+        large_key = poison
+        if half and not is_nan:
+            large_key = 100.0  # larger keys would give infinite scores in float16
         every = 1 if spec.v_in_k or is_nan else 2
-        for slots in torch.arange(self.blocks * self.block).split(self.tokens):
+        all_slots = torch.arange(self.blocks * self.block)
+        for slots in all_slots.split(self.tokens):
             n = len(slots)
             k = self.randn(n, spec.kv_heads, spec.dim_qk)
             v = self.randn(n, spec.kv_heads, spec.dim_v)
             k[::every] = large_key
-            v.fill_(self.poison)
+            v.fill_(poison)
             null = slots < self.block
             k[null] = k[null].nan_to_num(100.0)
             v[null] = v[null].nan_to_num(1e4)
-            rows = [(self.slots[0], n, n)]
-            meta = make_meta(rows, self.table, self.block, self.device)
+            meta = self._meta_of([(self.slots[0], n, n)])
             of_groups = slots.repeat(len(self.geometries), 1)
             meta.slot_map = of_groups.to(self.device)
             self._write(layer, k, v, meta)
 
+    def _meta_of(self, rows: Sequence[tuple[int, int, int]]) -> AttnMeta:
+        """Return the metadata of a step over the block table of the world; rows as for ``make_meta``."""
+        return make_meta(rows, self.table, self.block, self.device)
+
     @torch.inference_mode()
     def _write(self, layer: AttnLayer, k: Tensor, v: Tensor, meta: AttnMeta) -> None:
         """Write k and v to the cache of a layer."""
-        q = torch.zeros(len(k), layer.spec.heads, layer.spec.dim_qk, dtype=self.dtype, device=self.device)
-        self.backend.write(layer, q, k.to(self.device), v.to(self.device), meta, None)
+        k = k.to(self.device)
+        v = v.to(self.device)
+        spec = layer.spec
+        q = k.new_zeros(len(k), spec.heads, spec.dim_qk)
+        self.backend.write(layer, q, k, v, meta, None)
 
     def _random_sequence(self, slot: int, ended: bool = False, null: bool = False) -> WorldSeq:
         """Return a sequence with random q, k and v, none of whose tokens is in the cache.
@@ -304,19 +346,20 @@ class World:
         count.
         """
         seq = WorldSeq(slot, [], [], [], ended=ended, null=null)
-        sizes = torch.linspace(1.0, self.slope, self.tokens)
-        sizes = sizes[:, None, None]
+        n = self.tokens
+        sizes = torch.linspace(1.0, self.options.slope, n)
         self.added += 1
         if self.added % 2 == 0:
             sizes = sizes.flip(0)
         for spec in self.setting.specs:
-            k = self.randn(self.tokens, spec.kv_heads, spec.dim_qk).float()
-            k = (k * sizes).to(self.dtype)
-            v = self.randn(self.tokens, spec.kv_heads, spec.dim_v)
-            q = self.randn(self.tokens, spec.heads, spec.dim_qk, size=self.q_size)
+            normal = self.randn(n, spec.kv_heads, spec.dim_qk).float()
+            k = normal * sizes[:, None, None]
+            k = k.to(self.dtype)
+            v = self.randn(n, spec.kv_heads, spec.dim_v)
+            q = self.randn(n, spec.heads, spec.dim_qk, size=self.options.q_size)
             seq.q.append(q)
             seq.k.append(k)
-            seq.v.append(k[..., : spec.dim_v] if spec.v_in_k else v)
+            seq.v.append(values_of(spec, k, v))
         return seq
 
     def add(self, past: int = 0, like: WorldSeq | None = None, ended: bool = False) -> WorldSeq:
@@ -329,26 +372,36 @@ class World:
         seq = self._random_sequence(slot, ended=ended)
         shared = 0
         if like is not None:
-            blocks = min(past, like.length) // self.block
-            shared = self._share(seq, like, blocks)
-        for g, free in enumerate(self.free):
+            common = min(past, like.length)
+            shared = self._share(seq, like, common // self.block)
+        for table, free in zip(self.table, self.free, strict=True):
             own = [free.pop() for _ in range(shared, self.per_row)]
-            self.table[g, seq.slot, shared : self.per_row] = own
+            entries = table[slot]
+            entries[shared : self.per_row] = own
         seq.length = past
         start = shared * self.block
         if past > start:
-            rows = [(seq.slot, past - start, past)]
-            meta = make_meta(rows, self.table, self.block, self.device)
+            meta = self._meta_of([(seq.slot, past - start, past)])
             for layer, k, v in zip(self.layers, seq.k, seq.v, strict=True):
                 self._write(layer, k[start:past], v[start:past], meta)
         return seq
 
+    def add_rows(self, shapes: Sequence[tuple[int, int]]) -> list[tuple[WorldSeq, int]]:
+        """Add a sequence for each (cached tokens, new tokens), and return the rows of a step with the new tokens."""
+        rows = []
+        for past, new in shapes:
+            seq = self.add(past)
+            rows.append((seq, new))
+        return rows
+
     def _share(self, seq: WorldSeq, like: WorldSeq, blocks: int) -> int:
         """Give ``seq`` the first ``blocks`` blocks of ``like``, with their keys and values, and return their number."""
         tokens = blocks * self.block
-        for x, source in zip((*seq.k, *seq.v), (*like.k, *like.v), strict=True):
-            x[:tokens] = source[:tokens]
-        self.table[:, seq.slot, :blocks] = self.table[:, like.slot, :blocks]
+        for layers, sources in ((seq.k, like.k), (seq.v, like.v)):
+            for x, source in zip(layers, sources, strict=True):
+                x[:tokens] = source[:tokens]
+        shared = self.table[:, like.slot, :blocks]
+        self.table[:, seq.slot, :blocks] = shared
         return blocks
 
     def add_null(self) -> WorldSeq:
@@ -362,23 +415,27 @@ class World:
 
         For a plain KV format they are cast to its dtype.  Any other format decodes the data that the back end wrote.
         """
-        if self.plain:
-            dtype = getattr(torch, self.format.dtype)
-            k = seq.k[layer.index][:length]
-            v = seq.v[layer.index][:length]
-            return k.to(dtype).double(), v.to(dtype).double()
-        used = -(-length // self.block)
-        blocks = torch.tensor(self.table[layer.group, seq.slot, :used], device=self.device)
-        k, v = self.load(layer, blocks.long())
-        return k[:length].double(), v[:length].double()
+        if not self.plain:
+            used = number_of_blocks(length, self.block)
+            of_seq = self.table[layer.group, seq.slot]
+            blocks = torch.from_numpy(of_seq[:used]).long()
+            k, v = self.load(layer, blocks)
+            return k[:length].double(), v[:length].double()
+        dtype = getattr(torch, self.format.dtype)
+        k = seq.k[layer.index][:length].to(dtype)
+        v = seq.v[layer.index][:length].to(dtype)
+        return k.double(), v.double()
 
     def load(self, layer: AttnLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return k and v [n * block, kv_heads, dim] of the cache blocks int64 [n], float32 on the CPU."""
-        spec = layer.spec
-        k, v = self.suite.load(self.backend, layer, blocks.to(self.device))
-        k = k.cpu()
-        v = v.cpu()
-        return k, (k if spec.v_in_k else v)[..., : spec.dim_v]
+        blocks = blocks.to(self.device)
+        loaded = self.suite.load(self.backend, layer, blocks)
+        k, v = (x.cpu() for x in loaded)
+        return k, values_of(layer.spec, k, v)
+
+    def load_all(self, layer: AttnLayer) -> tuple[Tensor, Tensor]:
+        """Return k and v of all blocks of the cache, as ``load`` does."""
+        return self.load(layer, torch.arange(self.blocks))
 
     @property
     def plain(self) -> bool:
@@ -396,29 +453,38 @@ class World:
         """
         table = self.table.copy()
         for seq, new in rows:
-            if seq.null:
-                continue
-            end = -(-(seq.length + new) // self.block)
-            for g, geometry in enumerate(self.geometries):
-                beyond = table.shape[2] - end
-                table[g, seq.slot, end:] = self.rng.choice(self.unowned[g], beyond)
-                window = geometry[-1]
-                if window is not None:
-                    left = max(seq.length - window + 1, 0) // self.block
-                    table[g, seq.slot, :left] = NULL_BLOCK
+            if not seq.null:
+                self._set_unread(table, seq, new)
         lengths = [(seq.slot, new, seq.length + new) for seq, new in rows]
         ended = [i for i, (seq, _) in enumerate(rows) if not seq.live]
         meta = make_meta(lengths, table, self.block, self.device, ended, ahead)
         if self.spans:
-            last = [np.arange(seq.length, seq.length + new) for seq, new in rows]
-            for (seq, _), own in zip(rows, last, strict=True):
-                for first, end in self.spans.get(seq.slot, ()):
-                    own[(own >= first) & (own < end)] = end - 1
+            last = [self._last_seen(seq, new) for seq, new in rows]
             meta.host_sees = np.concatenate(last)
         meta.position = meta.position + self.position_offset
-        names = None if self.static else ("table",)
+        names = None if self.options.static else ("table",)
         keep_tensors(self.kept, meta, names)
         return meta
+
+    def _set_unread(self, table: np.ndarray, seq: WorldSeq, new: int) -> None:
+        """Set the entries of a block table that no query of a row reads; the row has ``new`` tokens."""
+        end = number_of_blocks(seq.length + new, self.block)
+        beyond = table.shape[2] - end
+        for group, geometry in enumerate(self.geometries):
+            entries = table[group, seq.slot]
+            entries[end:] = self.rng.choice(self.unowned[group], beyond)
+            window = geometry[-1]
+            if window is not None:
+                left = max(seq.length - window + 1, 0)
+                entries[: left // self.block] = NULL_BLOCK
+
+    def _last_seen(self, seq: WorldSeq, new: int) -> np.ndarray:
+        """Return the last position that each new token of a row sees, which is the end of its span if it has one."""
+        last = np.arange(seq.length, seq.length + new)
+        for first, end in self.spans.get(seq.slot, ()):
+            inside = (last >= first) & (last < end)
+            last[inside] = end - 1
+        return last
 
     @torch.inference_mode()
     def step(self, rows: Rows, *, fused: bool = True, ahead: int = 0, lse: bool = False) -> list[LayerResult]:
@@ -426,7 +492,7 @@ class World:
 
         If ``fused``, q, k and v are slices of one tensor, as a merged projection returns them.
         """
-        rows = sorted(rows, key=lambda row: row[1] != 1)
+        rows = decode_first(rows)
         meta = self.meta(rows, ahead)
         before = {}
         for item in fields(meta):
@@ -436,17 +502,20 @@ class World:
         results = []
         for layer in self.layers:
             q, k, v = self.inputs(layer, rows, fused)
-            if self.null_nan:
+            if self.options.null_nan:
                 self._spoil_null_block(layer, rows, k, v)
             q_before = q.clone()
             v_before = v.clone()
             q = self.backend.write(layer, q, k, v, meta, None)
-            assert _same(q_before, q), "write returned another q, although there is no norm and no rotation to apply"
-            assert _same(v_before, v), "write changed v, which it must only read"
+            assert same_bits(q_before, q), (
+                "write returned another q, although there is no norm and no rotation to apply"
+            )
+            assert same_bits(v_before, v), "write changed v, which it must only read"
             result = self._forward(layer, q, meta, rows, lse)
             results.append(result)
         for name, value in before.items():
-            assert _same(value, getattr(meta, name)), f"meta.{name} was changed: it belongs to all layers of the step"
+            same = same_bits(value, getattr(meta, name))
+            assert same, f"meta.{name} was changed: it belongs to all layers of the step"
         for seq, new in rows:
             if seq.live:
                 seq.length += new
@@ -456,7 +525,8 @@ class World:
         """Run a step and compare the results with exact attention; ``how`` has the keyword arguments of ``step``."""
         results = self.step(rows, **how)
         for result in results:
-            for place, exact, naive in zip(result.places, result.exact, result.naive, strict=True):
+            of_rows = zip(result.places, result.exact, result.naive, strict=True)
+            for place, exact, naive in of_rows:
                 compare(result.out, result.lse, exact, naive, place, self.dtype)
         return results
 
@@ -468,12 +538,14 @@ class World:
             for seq, new in rows:
                 of_layer = getattr(seq, name)[layer.index]
                 of_rows.append(of_layer[seq.length : seq.length + new])
-            parts.append(torch.cat(of_rows))
+            part = torch.cat(of_rows).to(self.device)
+            parts.append(part)
         if not fused:
-            return [x.to(self.device) for x in parts]
+            return parts
         flat = [x.flatten(1) for x in parts]
-        joined = torch.cat(flat, dim=1).to(self.device)
-        slices = joined.split([x[0].numel() for x in parts], dim=1)
+        widths = [x.shape[1] for x in flat]
+        joined = torch.cat(flat, dim=1)
+        slices = joined.split(widths, dim=1)
         return [y.view(x.shape) for x, y in zip(parts, slices, strict=True)]
 
     def _forward(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows, lse: bool) -> LayerResult:
@@ -485,34 +557,41 @@ class World:
         shape = (len(q), spec.heads, spec.dim_v)
         buffers = {"out": self._guarded(shape, self.dtype)}
         if lse:
-            shape = (len(q), spec.heads)
-            buffers["lse"] = self._guarded(shape, torch.float32)
+            buffers["lse"] = self._guarded(shape[:2], torch.float32)
         outputs = {name: buffer[GUARD:-GUARD] for name, buffer in buffers.items()}
         q_before = q.clone()
-        cache_before = {name: x.clone() for name, x in layer.cache.items()}
+        cache_before = layer_copies(layer)
         self.backend.forward(layer, q, meta, outputs["out"], outputs.get("lse"))
-        assert _same(q_before, q), "forward changed q, which it must only read"
+        assert same_bits(q_before, q), "forward changed q, which it must only read"
         for name, x in layer.cache.items():
-            assert _same(cache_before[name], x), f"forward changed tensor {name!r} of the cache: only write may"
+            same = same_bits(cache_before[name], x)
+            assert same, f"forward changed tensor {name!r} of the cache: only write may"
         for name, buffer in buffers.items():
             parts = [buffer[:GUARD], buffer[-GUARD:]]
-            guards = torch.cat(parts)
-            assert bool((guards == MARK).all()), f"forward wrote before the first or after the last row of {name}"
-        out = outputs["out"].cpu()
-        result = LayerResult(layer, out, outputs["lse"].cpu() if lse else None)
+            untouched = torch.cat(parts) == MARK
+            assert bool(untouched.all()), f"forward wrote before the first or after the last row of {name}"
+        found = {name: output.cpu() for name, output in outputs.items()}
+        result = LayerResult(layer, found["out"], found.get("lse"))
         selected = self.selected(layer, q, meta, rows)
+        self._add_expected(result, q_before.cpu(), selected, rows)
+        return result
+
+    def _add_expected(self, result: LayerResult, q: Tensor, selected: Sequence[Tensor | None], rows: Rows) -> None:
+        """Add the expected results of the live rows of a step, and their places.
+
+        q [T, heads, dim_qk] has the queries of the step.  ``selected`` has the keys that each row sees.
+        """
         first = 0
         for i, (seq, new) in enumerate(rows):
             if seq.live:
                 length = seq.length + new
-                queries = q_before[first : first + new].cpu()
-                exact, naive = self.expected(layer, seq, queries, length, selected[i])
+                queries = q[first : first + new]
+                exact, naive = self.expected(result.layer, seq, queries, length, selected[i])
                 place = TokenPlace(i, first, new, length, self.block, str(self.setting))
                 result.places.append(place)
                 result.exact.append(exact)
                 result.naive.append(naive)
             first += new
-        return result
 
     def selected(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows) -> Sequence[Tensor | None]:
         """Return the keys to which each row attends, bool [q_len, heads, kv_len].
@@ -522,19 +601,23 @@ class World:
         None in place of a row's mask means all visible keys: the back end is exact, or the result of the row does not
         count.
         """
-        if self.spans and not self.suite.spec.approximate:
+        approximate = self.suite.spec.approximate
+        if self.spans and not approximate:
             return [self._spanned(layer, seq, new) for seq, new in rows]
-        if not self.suite.spec.approximate:
+        if not approximate:
             return [None] * len(rows)
-        before = {name: x.clone() for name, x in layer.cache.items()}
+        before = layer_copies(layer)
         masks = self.backend.selected(layer, q, meta)
-        assert all(_same(before[name], x) for name, x in layer.cache.items()), "selected changed the cache"
+        same = all(same_bits(before[name], x) for name, x in layer.cache.items())
+        assert same, "selected changed the cache"
         assert len(masks) == len(meta.q_len), f"selected returned {len(masks)} tensors: expected one for each row"
         selected: list[Tensor | None] = []
         for (seq, new), mask in zip(rows, masks, strict=False):  # a captured step may end with rows without a token
-            if seq.live:
-                check_selected(self.backend, layer.spec, mask, new, seq.length + new)
-            selected.append(mask.cpu() if seq.live else None)
+            if not seq.live:
+                selected.append(None)
+                continue
+            check_selected(self.backend, layer.spec, mask, new, seq.length + new)
+            selected.append(mask.cpu())
         return selected
 
     def _spanned(self, layer: AttnLayer, seq: WorldSeq, new: int) -> Tensor:
@@ -543,9 +626,11 @@ class World:
         seen = visible(new, keys, layer.spec)
         key = torch.arange(keys)
         query = torch.arange(seq.length, keys)[:, None]
+        later = key > query
         for first, end in self.spans.get(seq.slot, ()):
             inside = (query >= first) & (query < end)
-            seen |= inside & (key > query) & (key < end)
+            of_span = later & (key < end)
+            seen |= inside & of_span
         return seen[:, None].expand(-1, layer.spec.heads, -1)
 
     def _spoil_null_block(self, layer: AttnLayer, rows: Rows, k: Tensor, v: Tensor) -> None:
@@ -562,8 +647,8 @@ class World:
 
     def _guarded(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor of NaN that lies between guard rows in memory, so that writes outside of it are noticed."""
-        guarded = (shape[0] + 2 * GUARD, *shape[1:])
-        x = torch.full(guarded, MARK, dtype=dtype, device=self.device)
+        tokens, *sizes = shape
+        x = torch.full((tokens + 2 * GUARD, *sizes), MARK, dtype=dtype, device=self.device)
         x[GUARD:-GUARD] = torch.nan
         return x
 
@@ -575,12 +660,11 @@ class World:
         q [n, heads, dim_qk] has the queries of these tokens.  ``length`` is the number of keys.
         """
         k, v = self.stored(layer, seq, length)
-        if layer.sinks is None:
-            sinks = None
-        else:
-            sinks = layer.sinks.cpu()
+        sinks = None if layer.sinks is None else layer.sinks.cpu()
         exact = attend(q.double(), k, v, layer.spec, sinks, selected)
-        naive = attend(q, k.to(q.dtype), v.to(q.dtype), layer.spec, sinks, selected)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
+        naive = attend(q, k, v, layer.spec, sinks, selected)
         return exact, naive
 
 
@@ -591,11 +675,12 @@ def _copy(x: Any) -> Any:
     return np.array(x)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_bits(a: Any, b: Any) -> bool:
     """Return whether two tensors or arrays have the same shape and the same bits, NaN included."""
     if not isinstance(a, Tensor):
         return bool(np.array_equal(a, b))
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     bits = a.contiguous().view(torch.uint8)
-    return torch.equal(bits, b.contiguous().view(torch.uint8))
+    other_bits = b.contiguous().view(torch.uint8)
+    return torch.equal(bits, other_bits)

@@ -13,8 +13,18 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import NULL_BLOCK, AttnLayer, QKPre
 
 from .attention_cases import Space, lives, room, rows_of, seen_in, settle
-from .attention_math import TokenPlace, check, rotated
-from .attention_world import Rows, Setting, World, allocate
+from .attention_math import TokenPlace, check, half_eps, rotated
+from .attention_world import (
+    Rows,
+    Setting,
+    World,
+    allocate,
+    decode_first,
+    layer_copies,
+    number_of_blocks,
+    same_bits,
+    values_of,
+)
 from .base import Seen, since
 
 
@@ -40,8 +50,8 @@ class Writing:
             most = room(setting)
             plan = data.draw(lives(setting.block, most))
             world = World(self, setting, len(plan), most, seed=seed)
-            rows = rows_of(plan, settle(world, plan), 0)
-            rows = sorted(rows, key=lambda row: row[1] != 1)
+            seqs = settle(world, plan)
+            rows = decode_first(rows_of(plan, seqs, 0))
             seen.update(seen_in(rows, plan, setting.block))
             for layer in world.layers:
                 fused = data.draw(st.booleans())
@@ -54,19 +64,21 @@ class Writing:
 
         If ``fused``, q, k and v are slices of one tensor.
         """
-        q, k, v = world.inputs(layer, rows, fused)
+        inputs = world.inputs(layer, rows, fused)
+        _, k, v = inputs
         original = (k.clone(), v.clone())
         meta = world.meta(rows)
         slots = meta.slot_map[layer.group].cpu()
         with torch.inference_mode(), _only(world, layer, slots):
-            world.backend.write(layer, q, k, v, meta, None)
+            world.backend.write(layer, *inputs, meta, None)
         own = slots >= world.block  # all other tokens go to the null block, and several of them may have the same slot
+        own_slots = slots[own]
         expected = round_trip(world, layer, *original)
-        loaded = world.load(layer, torch.arange(world.blocks))
+        loaded = world.load_all(layer)
         for i, name in enumerate("kv"):
-            stored = loaded[i][slots[own]]
-            source = original[i].cpu()[own]
-            _assert_slots(name, stored, expected[i][own], source, slots[own], world)
+            stored = loaded[i][own_slots]
+            source = original[i].cpu()
+            _assert_slots(name, stored, expected[i][own], source[own], own_slots, world)
 
     @since(1, 0)
     def test_write_normalises_and_rotates(self) -> None:
@@ -78,7 +90,8 @@ class Writing:
         for dtype, _ in self.space.each("dtype"):
             for dim, setting in self.space.each("dim_qk", dtype=dtype):
                 part = dim // 4 * 2
-                for norms, rotary in (("qk", dim), ("", dim), ("qk", 0), ("q", part), ("qk", part), ("", part)):
+                cases = [("qk", dim), ("", dim), ("qk", 0), ("q", part), ("qk", part), ("", part)]
+                for norms, rotary in cases:
                     for fused in (False, True):
                         self._check_prepared(setting, norms, rotary, fused)
 
@@ -100,52 +113,58 @@ class Writing:
         """
         world = World(self, setting, 3, 60)
         world.position_offset = offset
-        (spec,) = setting.specs
         (layer,) = world.layers
-        rows = [(world.add(50), 1), (world.add(7), 1), (world.add(2), 9)]
-        weights = []
-        for name in "qk":
-            weights.append(world.randn(spec.dim_qk).to(world.device) if name in norms else None)
+        rows = world.add_rows([(50, 1), (7, 1), (2, 9)])
+        weights = {"q": None, "k": None}
+        for name in norms:
+            weights[name] = world.randn(layer.spec.dim_qk).to(world.device)
         tables = _rotary_tables(60 + offset, rotary, world.device)
-        pre = QKPre(*tables, *weights, eps=1e-3)
+        pre = QKPre(*tables, *weights.values(), eps=1e-3)
         meta = world.meta(rows)
         inputs = world.inputs(layer, rows, fused)
         q, k, v = (x.cpu().clone() for x in inputs)
         slots = meta.slot_map[layer.group].cpu()
         with torch.inference_mode(), _only(world, layer, slots):
             returned = world.backend.write(layer, *inputs, meta, pre)
-        assert returned.shape == q.shape and returned.dtype == q.dtype, (
-            f"write returned q {tuple(returned.shape)} {returned.dtype}: expected {tuple(q.shape)} {q.dtype}"
-        )
+        assert _form(returned) == _form(q), f"write returned q {_form(returned)}: expected {_form(q)}"
         case = f"(all rows together) norm of {norms or 'nothing'}, rotary_dim={rotary}; {setting}"
         place = TokenPlace(0, 0, len(q), len(q), world.block, case)
-        q_norm, k_norm = (None if weight is None else weight.cpu() for weight in weights)
         position = meta.position.cpu()
-        unit = torch.finfo(world.dtype).eps / 2
-        exact = rotated(q.double(), q_norm, pre, position)
-        naive_q = rotated(q, q_norm, pre, position)
-        check("q", returned.cpu(), exact, naive_q, 1e-5, unit, place)
-        stored_k, stored_v = world.load(layer, torch.arange(world.blocks))
-        stored_k = stored_k[slots]
-        stored_v = stored_v[slots]
-        naive_rotated = rotated(k, k_norm, pre, position)
-        naive_k, naive_v = round_trip(world, layer, naive_rotated, v)
+
+        def prepared(name: str, x: Tensor) -> Tensor:
+            weight = weights[name]
+            norm = None if weight is None else weight.cpu()
+            return rotated(x, norm, pre, position)
+
+        unit = half_eps(world.dtype)
+        exact_q = prepared("q", q.double())
+        naive_q = prepared("q", q)
+        check("q", returned.cpu(), exact_q, naive_q, 1e-5, unit, place)
+        stored_k, stored_v = (x[slots] for x in world.load_all(layer))
+        exact_k = prepared("k", k.double())
+        naive_k, naive_v = round_trip(world, layer, prepared("k", k), v)
         if world.plain:
-            unit += torch.finfo(getattr(torch, world.format.dtype)).eps / 2
-        exact_k = rotated(k.double(), k_norm, pre, position)
+            unit += half_eps(getattr(torch, world.format.dtype))
         check("stored k", stored_k, exact_k, naive_k, 1e-5, unit, place)
-        if not spec.v_in_k:
+        if not layer.spec.v_in_k:
             _assert_slots("v", stored_v, naive_v, v, slots, world)
+
+
+def _form(x: Tensor) -> str:
+    """Return the shape and the dtype of a tensor, for messages."""
+    return f"{tuple(x.shape)} {x.dtype}"
 
 
 def _rotary_tables(rows: int, dim: int, device: str) -> tuple[Tensor | None, Tensor | None]:
     """Return cos and sin of a rotary embedding, float32 [rows, dim]; None if ``dim`` is 0."""
     if not dim:
         return None, None
-    frequencies = 100.0 ** -(torch.arange(0, dim, 2) / dim)
-    angles = torch.outer(torch.arange(float(rows)), frequencies)
-    angles = angles.repeat(1, 2)
-    return angles.cos().to(device), angles.sin().to(device)
+    exponents = torch.arange(0, dim, 2) / dim
+    frequencies = 100.0**-exponents
+    positions = torch.arange(float(rows))
+    angles = torch.outer(positions, frequencies)
+    angles = angles.repeat(1, 2).to(device)
+    return angles.cos(), angles.sin()
 
 
 @contextmanager
@@ -154,29 +173,28 @@ def _only(world: World, layer: AttnLayer, slots: Tensor) -> Iterator[None]:
 
     The null block may change.
     """
-    blocks = torch.arange(world.blocks)
-    before = [x.clone() for x in world.load(layer, blocks)]
-    cache_before = {name: x.clone() for name, x in layer.cache.items()}
+    before = [x.clone() for x in world.load_all(layer)]
+    cache_before = layer_copies(layer)
     yield
     others = torch.ones(world.blocks * world.block, dtype=torch.bool)
-    others = others.index_fill_(0, slots, False)
+    others[slots] = False
     others[: world.block] = False
-    for name, after, old in zip("kv", world.load(layer, blocks), before, strict=True):
-        changed = (after != old).flatten(1).any(1) & others
-        places = []
-        for slot in changed.nonzero()[:4]:
-            places.append(divmod(int(slot), world.block))
+    for name, after, old in zip("kv", world.load_all(layer), before, strict=True):
+        differs = (after != old).flatten(1).any(1)
+        changed = (differs & others).nonzero()
+        places = [divmod(int(slot), world.block) for slot in changed[:4]]
         assert not places, (
             f"write changed {name} of slots that were not named, (block, offset) {places}; {world.setting}"
         )
     rest = torch.ones(world.blocks, dtype=torch.bool)
-    rest = rest.index_fill_(0, slots // world.block, False)
+    rest[slots // world.block] = False
     rest[NULL_BLOCK] = False
     rest = rest.to(world.device)
     for name, x in layer.cache.items():
-        bits = x[rest].view(torch.uint8)
-        same = torch.equal(bits, cache_before[name][rest].view(torch.uint8))
-        assert same, f"write changed tensor {name!r} of blocks that have no named slot; {world.setting}"
+        old = cache_before[name]
+        assert same_bits(x[rest], old[rest]), (
+            f"write changed tensor {name!r} of blocks that have no named slot; {world.setting}"
+        )
 
 
 def round_trip(world: World, layer: AttnLayer, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,15 +204,17 @@ def round_trip(world: World, layer: AttnLayer, k: Tensor, v: Tensor) -> tuple[Te
     """
     spec = layer.spec
     device = world.device
+    fmt = world.format
     n = len(k)
-    blocks = -(-n // world.block)
-    cache = allocate(world.format.layout(spec, world.block), blocks, device)
+    blocks = number_of_blocks(n, world.block)
+    layout = fmt.layout(spec, world.block)
+    cache = allocate(layout, blocks, device)
     every = torch.arange(n, device=device)
-    world.format.store(cache, k.to(device), v.to(device), every)
+    fmt.store(cache, k.to(device), v.to(device), every)
     every_block = torch.arange(blocks, device=device)
-    loaded = world.format.load(cache, every_block, torch.float32)
+    loaded = fmt.load(cache, every_block, torch.float32)
     k, v = (x[:n].cpu() for x in loaded)
-    return k, (k if spec.v_in_k else v)[..., : spec.dim_v]
+    return k, values_of(spec, k, v)
 
 
 def _assert_slots(name: str, stored: Tensor, expected: Tensor, original: Tensor, slots: Tensor, world: World) -> None:
@@ -206,13 +226,17 @@ def _assert_slots(name: str, stored: Tensor, expected: Tensor, original: Tensor,
     if world.plain:
         allowed = torch.zeros_like(expected)
     else:
-        allowed = (expected - original.float()).abs() + 1e-6
-    wrong = ((stored - expected).abs() > allowed).nonzero()
-    if len(wrong):
-        token, head, i = wrong[0].tolist()
-        block, offset = divmod(int(slots[token]), world.block)
-        raise AssertionError(
-            f"{name} at block {block} + {offset}, head {head}, element {i} is {float(stored[token, head, i]):.6g} "
-            f"after write, expected {float(expected[token, head, i]):.6g} (token {token} of {len(stored)}); "
-            f"{world.setting}"
-        )
+        lost = expected - original.float()
+        allowed = lost.abs() + 1e-6
+    error = (stored - expected).abs()
+    wrong = (error > allowed).nonzero().tolist()
+    if not wrong:
+        return
+    token, head, i = wrong[0]
+    block, offset = divmod(int(slots[token]), world.block)
+    value = float(stored[token, head, i])
+    wanted = float(expected[token, head, i])
+    raise AssertionError(
+        f"{name} at block {block} + {offset}, head {head}, element {i} is {value:.6g} after write, expected "
+        f"{wanted:.6g} (token {token} of {len(stored)}); {world.setting}"
+    )

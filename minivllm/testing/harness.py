@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnMeta, GraphKey
+from minivllm.core.interfaces.kvformat import KVFormat
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.core.interfaces.states import StepStates
@@ -26,7 +27,7 @@ from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Bf16, Fp16, Fp32
 from minivllm.plugins.quantizer.none import Unquantized
 
-from .attention_world import allocate, keep_tensors, make_meta
+from .attention_world import KeptTensors, allocate, keep_tensors, make_meta, number_of_blocks
 
 torch.set_num_threads(1)  # use one thread, because several threads only wait for each other on tiny tensors
 FORMATS = {"float32": Fp32, "bfloat16": Bf16, "float16": Fp16}
@@ -65,28 +66,19 @@ class Harness:
         self.device = device
         ctx = AttentionContext(device, dtype, fmt, block, slots, max_len, prepare_qk, batch_invariant)
         self.backend = backend(None, ctx)
-        self.parts = ModelParts(
-            device, dtype, quantizer or Unquantized(), self.backend, shard, group, batch_invariant=batch_invariant
-        )
+        used = quantizer or Unquantized()
+        self.parts = ModelParts(device, dtype, used, self.backend, shard, group, batch_invariant=batch_invariant)
         if path is not None:
             self.parts.found = shapes.check(str(path), arch, cfg, self.parts, load_format, True, 1 << 50)
         self.model = build_model(arch, cfg, self.parts, path or "")
         # a weight that the checkpoint does not fill stays NaN, so that it is noticed
         for module in self.parts.modules.values():
             for tensor in module.tensors.values():
-                tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
+                unfilled = torch.nan if tensor.is_floating_point() else 1
+                tensor.fill_(unfilled)
         if path is not None:
             load_weights(path, arch, cfg, self.parts, load_format, seed)
-        groups = 1 + max(layer.group for layer in self.parts.layers)
-        per_slot = -(-max_len // block)
-        blocks = 1 + slots * per_slot
-        ascending = np.tile(np.arange(1, blocks), (groups, 1))
-        order = np.random.default_rng(seed).permuted(ascending, axis=1)
-        self.table = order.reshape(groups, slots, per_slot).astype(np.int32)
-        for layer in self.parts.layers:
-            layout = self.backend.layout(layer.spec, fmt, block)
-            # a read of an unwritten slot gives NaN, so that it is noticed
-            layer.cache = allocate(layout, blocks, device, torch.nan)
+        self._make_cache(fmt, slots, max_len, seed)
         self.states = self._make_states(slots, checkpoints, drafts)
         self.stopped: set[int] = set()  # slots whose sequence has ended
         self.drafted: set[int] = set()  # slots whose next step has drafts at all tokens except the first one
@@ -97,8 +89,24 @@ class Harness:
         self.ends = [0] * slots
         self.rope_rows = max_len + 1
         self.taps: Any = None  # taps (``model.StepTaps``) for all steps, or None
-        # keeps the block table, so that it is the same tensor in all steps
-        self.kept: dict[tuple[str, Any], torch.Tensor] = {}
+        self.kept: KeptTensors = {}  # keeps the block table, so that it is the same tensor in all steps
+
+    def _make_cache(self, fmt: KVFormat, slots: int, max_len: int, seed: int) -> None:
+        """Allocate the cache of each layer, and a block table with the blocks of each KV group in random order."""
+        layers = self.parts.layers
+        last_group = max(layer.group for layer in layers)
+        groups = 1 + last_group
+        per_slot = number_of_blocks(max_len, self.block)
+        blocks = 1 + slots * per_slot
+        ascending = np.tile(np.arange(1, blocks), (groups, 1))
+        rng = np.random.default_rng(seed)
+        order = rng.permuted(ascending, axis=1)
+        table = order.reshape(groups, slots, per_slot)
+        self.table = table.astype(np.int32)
+        for layer in layers:
+            layout = self.backend.layout(layer.spec, fmt, self.block)
+            # a read of an unwritten slot gives NaN, so that it is noticed
+            layer.cache = allocate(layout, blocks, self.device, torch.nan)
 
     def _make_states(self, slots: int, checkpoints: int, drafts: int) -> StateMemory | None:
         """Return the memory of recurrent states, filled with NaN; None for a model without recurrent states."""
@@ -114,7 +122,8 @@ class Harness:
     def step(self, feed: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Run a step that appends tokens, ``feed[slot]``, to some slots, and return slot -> logits [tokens, V]."""
         logits, order = self.logits(feed)
-        parts = logits.split([len(feed[slot]) for slot in order])
+        lengths = [len(feed[slot]) for slot in order]
+        parts = logits.split(lengths)
         return dict(zip(order, parts, strict=True))
 
     def logits(
@@ -126,30 +135,31 @@ class Harness:
         accepts them.  None means all.
         """
         order = sorted(feed, key=lambda slot: len(feed[slot]) != 1)
+        new: list[int] = []
+        rows = []
         for slot in order:
-            self.known[slot] += len(feed[slot])
-        rows = [(slot, len(feed[slot]), self.known[slot]) for slot in order]
+            tokens = feed[slot]
+            new += tokens
+            self.known[slot] += len(tokens)
+            rows.append((slot, len(tokens), self.known[slot]))
         meta = make_meta(rows, self.table, self.block, self.device)
         keep_tensors(self.kept, meta, ("table",))
         position = meta.position
         if self.switch is not None:
-            long = [max(self.known[slot], self.ends[slot]) > self.switch for slot in order]
-            is_long = torch.tensor(long, device=self.device)
+            final = [max(self.known[slot], self.ends[slot]) for slot in order]
+            is_long = torch.tensor(final, device=self.device) > self.switch
             meta.position = position + self.rope_rows * is_long[meta.row]
         self.backend.plan(meta, GraphKey())
-        new = [token for slot in order for token in feed[slot]]
         ids = torch.tensor(new, device=self.device)
+        pick = None if wanted is None else torch.tensor(wanted, device=self.device)
         with torch.inference_mode():
-            if wanted is None:
-                pick = None
-            else:
-                pick = torch.tensor(wanted, device=self.device)
             states = self._states(meta)
             step = StepTensors(ids, position, meta, pick, self.taps, states)
             hidden = self.model(step)
             if states is not None:
                 states.advance()
-            return self.model.logits(hidden).float(), order
+            logits = self.model.logits(hidden)
+        return logits.float(), order
 
     def _states(self, meta: AttnMeta) -> StepStates | None:
         """Return the recurrent states of a step; None for a model without recurrent states."""
@@ -157,7 +167,8 @@ class Harness:
             return None
         stopped = torch.zeros(self.states.slots, dtype=torch.bool, device=self.device)
         stopped[sorted(self.stopped)] = True
-        drafts = [slot in self.drafted for slot in meta.slots.tolist()]
+        slots = meta.slots.tolist()
+        drafts = [slot in self.drafted for slot in slots]
         has_drafts = torch.tensor(drafts, device=self.device)
         return self.states.of_meta(meta, stopped, has_drafts)
 
@@ -182,12 +193,14 @@ class Harness:
 
     def save(self, slot: int, positions: Sequence[int]) -> None:
         """Make steps copy a slot's recurrent state to checkpoint ``i`` once it covers ``positions[i]`` tokens."""
-        assert self.states is not None
+        states = self.states
+        assert states is not None
         for which, position in enumerate(positions):
-            numbers = (slot, which, position, self.checkpoint(which))
-            self.states.valid[self.checkpoint(which)] = 0
+            checkpoint = self.checkpoint(which)
+            states.valid[checkpoint] = 0
+            numbers = (slot, which, position, checkpoint)
             tensors = [torch.tensor([number], device=self.device) for number in numbers]
-            self.states.save(*tensors)
+            states.save(*tensors)
 
     def restore(self, slot: int, which: int, position: int, of: int) -> None:
         """Start a sequence from a checkpoint of ``position`` tokens, with the keys and values of slot ``of``."""
@@ -207,20 +220,22 @@ class Harness:
     def _begin(self, slot: int, empty: bool) -> None:
         assert self.states is not None
         slots = torch.tensor([slot], device=self.device)
-        self.states.begin(slots, slots if empty else slots[:0])
+        emptied = slots if empty else slots[:0]
+        self.states.begin(slots, emptied)
 
     def _move(self, source: int, to: int) -> None:
         assert self.states is not None
-        indices = [torch.tensor([index], device=self.device) for index in (source, to)]
-        self.states.copy(*indices)
+        old = torch.tensor([source], device=self.device)
+        new = torch.tensor([to], device=self.device)
+        self.states.copy(old, new)
 
     def _copy_keys(self, source: int, to: int) -> None:
         """Copy the keys and values of the blocks of slot ``source`` to the blocks of slot ``to``."""
         for layer in self.parts.layers:
-            old = torch.from_numpy(self.table[layer.group, source]).long()
-            new = torch.from_numpy(self.table[layer.group, to]).long()
+            table = torch.from_numpy(self.table[layer.group]).long()
+            blocks = table.to(self.device)
             for tensor in layer.cache.values():
-                tensor[new.to(self.device)] = tensor[old.to(self.device)]
+                tensor[blocks[to]] = tensor[blocks[source]]
 
     def chunked(self, slot: int, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
         """Return the logits [tokens, V] of a sequence whose tokens are computed in several steps.
@@ -229,7 +244,10 @@ class Harness:
         """
         self.ends[slot] = len(tokens)
         edges = itertools.pairwise([0, *cuts, len(tokens)])
-        parts = [self.step({slot: tokens[start:end]})[slot] for start, end in edges]
+        parts = []
+        for start, end in edges:
+            logits = self.step({slot: tokens[start:end]})
+            parts.append(logits[slot])
         return torch.cat(parts)
 
     def greedy(self, slot: int, prompt: Sequence[int], n: int) -> list[int]:
@@ -237,8 +255,9 @@ class Harness:
         logits = self.step({slot: prompt})[slot]
         tokens: list[int] = []
         for _ in range(n):
-            tokens.append(int(logits[-1].argmax()))
-            logits = self.step({slot: tokens[-1:]})[slot]
+            token = int(logits[-1].argmax())
+            tokens.append(token)
+            logits = self.step({slot: [token]})[slot]
         return tokens
 
 
@@ -257,11 +276,13 @@ class Seat:
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace x by the sum over all ranks."""
-        x.copy_(torch.stack(self.all_of(x)).sum(0))
+        parts = torch.stack(self.all_of(x))
+        x.copy_(parts.sum(0))
 
     def gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
         """Return the first ``width`` columns of the tensors of all ranks, side by side."""
-        return torch.cat(self.all_of(x), dim=1)[:, :width]
+        joined = torch.cat(self.all_of(x), dim=1)
+        return joined[:, :width]
 
     def all_of(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors that all ranks pass to this call, in the order of the ranks."""
