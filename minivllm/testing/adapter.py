@@ -23,7 +23,7 @@ from minivllm.errors import RequestError
 from . import adapter_folders
 from .adapter_folders import FOLDERS, Shapes
 from .adapter_model import LAYERS, POINTS, ModelProcess, inputs_of, layers_of, sources_of
-from .base import since
+from .base import since, token_logprobs
 from .kept import Lasting
 from .spec import SpecConformance
 from .tiny import tiny_dir
@@ -33,7 +33,14 @@ NONE = -1
 CLOSE = {"atol": 2e-5, "rtol": 2e-5}
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12, 50, 7, 28]
 OUTPUT = 6  # tokens
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+Folders = list[Path | None]  # the folder of the adapter in each slot of adapter memory, None for an empty slot
+
+
+def difference(x: Tensor, y: Tensor) -> float:
+    """Return the largest absolute difference of two tensors."""
+    return (x - y).abs().max().item()
 
 
 class AdapterConformance(Lasting, SpecConformance):
@@ -93,7 +100,8 @@ class AdapterConformance(Lasting, SpecConformance):
 
         ``invariant`` is the engine's option ``batch_invariant``.
         """
-        method = self.build(*self.context())
+        context = self.context()
+        method = self.build(*context)
         return ModelProcess(method, self.place(), rank, size, invariant)
 
     def exercise(self, instance: AdapterMethod) -> Any:
@@ -112,65 +120,69 @@ class AdapterConformance(Lasting, SpecConformance):
 
     def written(self, place: Path) -> list[Path]:
         """Write the three test adapters into subfolders of ``place``, and return the subfolders."""
-        folders = [place / f"adapter{number}" for number in range(FOLDERS)]
-        for number, folder in enumerate(folders):
+        folders = []
+        for number in range(FOLDERS):
+            folder = place / f"adapter{number}"
             self.write(folder, number, LAYERS, POINTS)
+            folders.append(folder)
         return folders
 
     # ---- comparisons -------------------------------------------------------------------------------------------------
 
-    def compare(
-        self, processes: list[ModelProcess], folders: list[Path | None], places: list[int], seed: int = 0
-    ) -> None:
+    def compare(self, processes: list[ModelProcess], folders: Folders, places: list[int], seed: int = 0) -> None:
         """Run a step of the test model, and fail unless its layer outputs are close to a float64 reference.
 
-        ``places`` has the slot of adapter memory of each token, or -1 for none.  ``folders`` has the folder of the
-        adapter in each slot. ``processes`` are the ranks that share the model.
+        ``places`` has the slot of adapter memory of each token, or -1 for none.  ``processes`` are the ranks that
+        share the model.
         """
         inputs = inputs_of(len(places), self.place(), seed)
         before = {name: x.clone() for name, x in inputs.items()}
         shares = [process.outputs(places, inputs) for process in processes]
+        of_tokens: Folders = []
+        for place in places:
+            of_tokens.append(None if place == NONE else folders[place])
         for name, x in inputs.items():
             assert torch.equal(x, before[name]), f"the inputs of {name} were changed in place"
-            self._compare_layer(processes, name, [one[name] for one in shares], x, folders, places)
+            of_layer = [share[name] for share in shares]
+            for source, y in self._outputs(processes, name, of_layer).items():
+                self._compare_layer(source, x, y, of_tokens)
 
-    def _compare_layer(
-        self,
-        processes: list[ModelProcess],
-        name: str,
-        shares: list[Tensor],
-        x: Tensor,
-        folders: list[Path | None],
-        places: list[int],
-    ) -> None:
-        """Fail unless the outputs of one served layer are close to a float64 reference.
+    def _outputs(self, processes: list[ModelProcess], name: str, shares: list[Tensor]) -> dict[str, Tensor]:
+        """Return the outputs of the checkpoint's layers that a served layer consists of, [T, out] by name.
 
-        ``shares`` has the product of each process, without the bias, and x [T, in] the input.  The other arguments are
-        those of ``compare``.
+        ``shares`` has the product of each process, without the bias.
         """
-        if processes[0].infos[name].split == "row":
+        sources = sources_of(name)
+        first = processes[0]
+        if first.infos[name].split == "row":
             products = sum(shares[1:], shares[0])
-            whole = products + processes[0].biases[name]
-            found = dict.fromkeys(sources_of(name), whole)
-        else:
-            found = {source: self._joined(processes, name, source, shares) for source in sources_of(name)}
-        for source, y in found.items():
-            layer = layers_of(self.place())[source]
-            for token, place in enumerate(places):
-                folder = None if place == NONE else folders[place]
-                row = x[token : token + 1].double()
-                weight = layer.weight.double()
-                bias = layer.bias.double()
-                if folder is None:
-                    wanted = row @ weight.T + bias
-                else:
-                    wanted = self.output(folder, source, row, weight, bias)
-                difference = y[token].double() - wanted[0]
-                error = difference.abs().max().item()
-                what = "no adapter" if folder is None else folder.name
-                assert torch.allclose(y[token].double(), wanted[0], **CLOSE), (
-                    f"{source}, token {token} of {len(places)} with {what}: the output differs by {error:.2e}"
-                )
+            whole = products + first.biases[name]
+            return dict.fromkeys(sources, whole)
+        found = {}
+        for source in sources:
+            found[source] = self._joined(processes, name, source, shares)
+        return found
+
+    def _compare_layer(self, name: str, x: Tensor, y: Tensor, folders: Folders) -> None:
+        """Fail unless the outputs y [T, out] of a layer of the checkpoint are close to a float64 reference.
+
+        x [T, in] is the input, and ``folders`` has the folder of each token's adapter.
+        """
+        layer = layers_of(self.place())[name]
+        weight = layer.weight.double()
+        bias = layer.bias.double()
+        for token, folder in enumerate(folders):
+            row = x[token : token + 1].double()
+            if folder is None:
+                wanted = row @ weight.T + bias
+            else:
+                wanted = self.output(folder, name, row, weight, bias)
+            found = y[token].double()
+            error = difference(found, wanted[0])
+            adapter = "no adapter" if folder is None else folder.name
+            assert torch.allclose(found, wanted[0], **CLOSE), (
+                f"{name}, token {token} of {len(folders)} with {adapter}: the output differs by {error:.2e}"
+            )
 
     def _joined(self, processes: list[ModelProcess], name: str, source: str, shares: list[Tensor]) -> Tensor:
         """Join the outputs of all processes for layer ``source`` of the checkpoint, [T, out], with the bias.
@@ -181,35 +193,33 @@ class AdapterConformance(Lasting, SpecConformance):
         for part in sources_of(name)[source]:
             for process, share in zip(processes, shares, strict=True):
                 rows = process.infos[name].rows[part]
-                parts.append((share + process.biases[name])[:, rows])
+                with_bias = share + process.biases[name]
+                parts.append(with_bias[:, rows])
         return torch.cat(parts, dim=1)
 
-    def compare_points(
-        self, process: ModelProcess, folders: list[Path | None], loaded: list[Any], places: list[int]
-    ) -> None:
+    def compare_points(self, process: ModelProcess, folders: Folders, loaded: list[Any], places: list[int]) -> None:
         """Fail unless the values of tap points in a step are close to a float64 reference.
 
-        ``places`` has the slot of adapter memory of each token, or -1.  ``folders`` and ``loaded`` have the folder and
-        the loaded adapter of each slot.
+        ``places`` has the slot of adapter memory of each token, or -1.  ``loaded`` has the loaded adapter of each slot.
         """
         generator = torch.Generator().manual_seed(3)
         width = next(iter(POINTS.values()))
         x = torch.randn(len(places), width, generator=generator)
         x = x.to(self.place())
         before = x.clone()
-        values = process.values(places, [one for one in loaded if one is not None], x)
+        stored = [one for one in loaded if one is not None]
+        values = process.values(places, stored, x)
         assert torch.equal(x, before), "the value of a point was changed in place"
         for point, y in values.items():
             for token, place in enumerate(places):
                 folder = None if place == NONE else folders[place]
-                row = x[token : token + 1].double()
-                if folder is None:
-                    wanted = row
-                else:
-                    wanted = self.value(folder, point, row)
-                assert torch.allclose(y[token].double(), wanted[0], **CLOSE), (
-                    f"{point}, token {token}: the value differs by {(y[token] - wanted[0]).abs().max().item():.2e}"
-                )
+                wanted = x[token : token + 1].double()
+                if folder is not None:
+                    wanted = self.value(folder, point, wanted)
+                found = y[token].double()
+                error = difference(found, wanted[0])
+                near = torch.allclose(found, wanted[0], **CLOSE)
+                assert near, f"{point}, token {token}: the value differs by {error:.2e}"
 
     # ---- rules -------------------------------------------------------------------------------------------------------
 
@@ -226,12 +236,10 @@ class AdapterConformance(Lasting, SpecConformance):
         adapter."""
         process = self.made()
         folders = self.written(tmp_path)
-        at: list[Path | None] = [folders[2], None, folders[0], folders[1]]
-        loaded = [None if folder is None else process.read(folder) for folder in at]
-        for place, one in enumerate(loaded):
-            if one is not None:
-                process.memory.store(place, one)
-        for seed, places in enumerate([[2, 0, NONE, 3, 2, 3, 0], [3], [2, 2, 2], [NONE, 0], [0, 2] * 20]):
+        at: Folders = [folders[2], None, folders[0], folders[1]]
+        loaded = process.store(at)
+        steps = [[2, 0, NONE, 3, 2, 3, 0], [3], [2, 2, 2], [NONE, 0], [0, 2] * 20]
+        for seed, places in enumerate(steps):
             self.compare([process], at, places, seed)
             self.compare_points(process, at, loaded, places)
 
@@ -240,8 +248,7 @@ class AdapterConformance(Lasting, SpecConformance):
         """Check that a token without an adapter has the output bits of a plain product, beside tokens with adapters."""
         process = self.made()
         folders = self.written(tmp_path)
-        loaded = process.read(folders[0])
-        process.memory.store(0, loaded)
+        process.store(folders[:1])
         inputs = inputs_of(6, self.place())
         places = [0, NONE, 0, NONE, NONE, 0]
         mixed = process.outputs(places, inputs)
@@ -260,15 +267,16 @@ class AdapterConformance(Lasting, SpecConformance):
         process = self.made()
         folders = self.written(tmp_path)
         loaded = [process.read(folder) for folder in folders]
-        at: list[Path | None] = [None] * PLACES
+        at: Folders = [None] * PLACES
         stored: list[Any] = [None] * PLACES
-        for place, number in ((0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 0)):
+        changes = [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 0)]
+        for place, number in changes:
             process.memory.store(place, loaded[number])
-            at[place], stored[place] = folders[number], loaded[number]
+            at[place] = folders[number]
+            stored[place] = loaded[number]
+            places = [0, NONE, 0]
             if at[1] is not None:
-                places = [0, NONE, 1, 0]
-            else:
-                places = [0, NONE, 0]
+                places.append(1)
             self.compare([process], at, places)
             self.compare_points(process, at, stored, places)
 
@@ -278,15 +286,14 @@ class AdapterConformance(Lasting, SpecConformance):
         process = self.made()
         folders = self.written(tmp_path)
         first = process.read(folders[0])
-        others = [process.read(folder) for folder in folders[1:]]
-        for place, one in enumerate(others):
-            process.memory.store(place, one)
+        at: Folders = [folders[1], folders[2], None, None]
+        loaded = process.store(at)
         process.memory.store(3, first)
-        at: list[Path | None] = [folders[1], folders[2], None, folders[0]]
+        at[3] = folders[0]
+        loaded[3] = first
         places = [3, 0, 1, 3]
         self.compare([process], at, places)
-        loaded = [*others, None, first]
-        self.compare_points(process, at, loaded, [3, 0, 1, 3])
+        self.compare_points(process, at, loaded, places)
 
     @since(1, 0)
     def test_processes_share_the_result_of_a_layer(self, tmp_path: Path) -> None:
@@ -295,8 +302,7 @@ class AdapterConformance(Lasting, SpecConformance):
         processes = [self.made(rank, 2) for rank in range(2)]
         folders = self.written(tmp_path)
         for process in processes:
-            for place, folder in enumerate(folders):
-                process.memory.store(place, process.read(folder))
+            process.store(folders)
         places = [0, NONE, 2, 1, 0]
         self.compare(processes, [*folders], places)
 
@@ -305,24 +311,17 @@ class AdapterConformance(Lasting, SpecConformance):
         """Check that with the option ``batch_invariant`` a token has the same output bits alone and beside other
         tokens."""
         process = self.made(invariant=True)
-        folders = self.written(tmp_path)
-        for place, folder in enumerate(folders):
-            process.memory.store(place, process.read(folder))
+        process.store(self.written(tmp_path))
         inputs = inputs_of(9, self.place())
         places = [0, 1, NONE, 2, 0, 0, 1, 2, 0]
-        seen: dict[int, Any] = {}
-
-        def product_of(process: ModelProcess, rows: slice) -> dict[str, Tensor]:
-            inputs_of_rows = {name: x[rows] for name, x in inputs.items()}
-            return process.outputs(places[rows], inputs_of_rows)
-
         for name, weight in process.weights.items():
             identity = torch.eye(*weight.shape)
             process.weights[name] = identity.to(self.place())
-        together = product_of(process, slice(None))
-        for token in range(len(places)):
-            seen[token] = product_of(process, slice(token, token + 1))
-            for name, y in seen[token].items():
+        together = process.outputs(places, inputs)
+        for token, place in enumerate(places):
+            inputs_of_token = {name: x[token : token + 1] for name, x in inputs.items()}
+            alone = process.outputs([place], inputs_of_token)
+            for name, y in alone.items():
                 assert torch.equal(y[0], together[name][token]), f"{name}: token {token} has other bits alone"
 
     @since(1, 0)
@@ -341,13 +340,7 @@ class AdapterConformance(Lasting, SpecConformance):
 
         def step() -> dict[str, Tensor]:
             process.memory.begin(tokens)
-            found = {}
-            for name, change in process.changes.items():
-                weight = process.weights[name]
-                if change is None:
-                    found[name] = inputs[name] @ weight.T
-                else:
-                    found[name] = change(lambda x, w=weight: x @ w.T, inputs[name])
+            found = {name: process.output(name, x) for name, x in inputs.items()}
             process.memory.end()
             return found
 
@@ -374,8 +367,8 @@ class AdapterConformance(Lasting, SpecConformance):
         found = {name: process.memory.low_rank(name) for name in process.changes}
         if not any(found.values()):
             pytest.skip("the method describes no low-rank products")
-        for place, folder in ((0, folders[0]), (1, folders[1]), (0, folders[2])):
-            process.memory.store(place, process.read(folder))
+        process.store(folders[:2])
+        process.store(folders[2:])
         inputs = inputs_of(4, self.place())
         places = [0, 1, NONE, 0]
         outputs = process.outputs(places, inputs)
@@ -387,11 +380,9 @@ class AdapterConformance(Lasting, SpecConformance):
                 y = process.weights[name] @ x
                 if place != NONE and int(one.ranks[place]):
                     y = y + _low_rank_product(one, place, x, process.infos[name])
-                difference = y - outputs[name][token]
-                error = difference.abs().max().item()
-                assert torch.allclose(y, outputs[name][token], **CLOSE), (
-                    f"{name}, token {token}: differs by {error:.2e}"
-                )
+                output = outputs[name][token]
+                error = difference(y, output)
+                assert torch.allclose(y, output, **CLOSE), f"{name}, token {token}: differs by {error:.2e}"
 
     @since(1, 0)
     def test_folders_that_do_not_fit_are_refused(self, tmp_path: Path) -> None:
@@ -401,19 +392,20 @@ class AdapterConformance(Lasting, SpecConformance):
         process = self.made()
         folder = tmp_path / "adapter"
         self.write(folder, 0, LAYERS, POINTS)
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        text = (folder / CONFIG).read_text(encoding="utf-8")
+        config = json.loads(text)
         method.check(str(folder), config)
         with pytest.raises(RequestError):
             method.check(str(folder), {**config, "a_field_of_tomorrow": {"x": 1}})
             pytest.fail("a field that no code reads is accepted", pytrace=False)
         tensors = load_file(folder / WEIGHTS)
         name, values = next(iter(tensors.items()))
-        wrong = {
-            "an unknown name": {**tensors, name.replace("0", "7") + "_of_tomorrow": values.clone()},
-            "another shape": {**tensors, name: torch.ones([n + 1 for n in values.shape])},
-            "a number that is not finite": {**tensors, name: values * float("nan")},
-            "no tensor": {},
-        }
+        unknown = name.replace("0", "7") + "_of_tomorrow"
+        larger = [n + 1 for n in values.shape]
+        wrong = {"an unknown name": {**tensors, unknown: values.clone()}}
+        wrong["another shape"] = {**tensors, name: torch.ones(larger)}
+        wrong["a number that is not finite"] = {**tensors, name: values * float("nan")}
+        wrong["no tensor"] = {}
         for what, changed in wrong.items():
             save_file(changed, folder / WEIGHTS)
             try:
@@ -429,53 +421,58 @@ class AdapterConformance(Lasting, SpecConformance):
         The prefix cache is off and on, and the engine has as many slots for adapters as it needs, or only one.
         """
         path, _, model = tiny_dir(tmp_path / "model")
-        linear = {}
+        layers = {}
         for name, m in model.named_modules():
             if isinstance(m, torch.nn.Linear) and name != "lm_head":
-                linear[name] = m
-        layers = {}
-        for name, m in linear.items():
-            layers[name] = (m.out_features, m.in_features)
-        points = {"layers.0.residual": model.config.hidden_size, "embedding": model.config.hidden_size}
-        folders = [tmp_path / f"served{number}" for number in range(FOLDERS)]
-        for number, folder in enumerate(folders):
-            self.write(folder, number, layers, points)
+                layers[name] = (m.out_features, m.in_features)
+        points = dict.fromkeys(("layers.0.residual", "embedding"), model.config.hidden_size)
         requested: list[LoRARequest | None] = []
-        for number, folder in enumerate(folders):
+        for number in range(FOLDERS):
+            folder = tmp_path / f"served{number}"
+            self.write(folder, number, layers, points)
             requested.append(LoRARequest(folder.name, 1 + number, str(folder)))
         requested.append(None)
+        alone: list[list[float]] = []
         with self._engine(path, max_loras=PLACES, enable_prefix_caching=False) as llm:
-            alone = [self._scores(llm, [one])[0] for one in requested]
+            for one in requested:
+                alone += self._scores(llm, [one])
         for number, scores in enumerate(alone):
             same = [other for other in range(number) if alone[other] == scores]
             assert not same, f"adapters {number} and {same[0]} have the same log-probabilities"
         for places in (PLACES, 1):
             with self._engine(path, max_loras=places) as llm:
                 for _ in range(2):
-                    self._compare_scores(alone, self._scores(llm, requested))
+                    together = self._scores(llm, requested)
+                    self._compare_scores(alone, together)
 
     def _engine(self, path: Path, **options: Any) -> LLM:
         """Start an engine whose adapter method is the plug-in, for the model in ``path``."""
-        choice = {"name": self.plugin, "options": dict(self.options)}
-        if ":" in self.plugin:
-            options["allow_targets"] = [self.plugin.partition(":")[0]]
         plain: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "kvcache_block_size": 4}
-        return LLM(str(path), adapters=[choice], device=self.place(), max_num_seqs=4, **plain, **options)
+        plain["adapters"] = [self.choice()]
+        plain["allow_targets"] = self.own_targets()
+        plain["device"] = self.place()
+        return LLM(str(path), max_num_seqs=4, **plain, **options)
 
     def _scores(self, llm: LLM, requested: list[LoRARequest | None]) -> list[list[float]]:
         """Generate greedy tokens for one request per adapter, and return the log-probabilities of the tokens of each
         request."""
         params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=0)
-        outputs = llm.generate([PROMPT] * len(requested), params, use_tqdm=False, lora_request=requested)
-        for output in outputs:
-            assert output.error is None, f"a request with an adapter ended with an error: {output.error}"
-        rows = [output.outputs[0].logprobs or [] for output in outputs]
-        return [[next(iter(one.values())).logprob for one in row] for row in rows]
+        prompts = [PROMPT] * len(requested)
+        results = llm.generate(prompts, params, use_tqdm=False, lora_request=requested)
+        scores = []
+        for result in results:
+            assert result.error is None, f"a request with an adapter ended with an error: {result.error}"
+            (output,) = result.outputs
+            scores.append(token_logprobs(output))
+        return scores
 
     def _compare_scores(self, alone: list[list[float]], together: list[list[float]]) -> None:
         for number, (a, b) in enumerate(zip(alone, together, strict=True)):
-            what = "the request without an adapter" if number == FOLDERS else f"the request with adapter {number}"
-            assert b == pytest.approx(a, abs=1e-4), f"{what} has other log-probabilities beside others than alone"
+            if number == FOLDERS:
+                request = "the request without an adapter"
+            else:
+                request = f"the request with adapter {number}"
+            assert b == pytest.approx(a, abs=1e-4), f"{request} has other log-probabilities beside others than alone"
 
 
 def _low_rank_product(one: LowRank, place: int, x: Tensor, info: ModuleInfo) -> Tensor:
@@ -483,5 +480,6 @@ def _low_rank_product(one: LowRank, place: int, x: Tensor, info: ModuleInfo) -> 
     parts = []
     for part, (name, _) in enumerate(info.parts):
         low = one.a[place, part] @ x
-        parts.append(one.b[place, info.rows[name]] @ low)
+        b = one.b[place, info.rows[name]]
+        parts.append(b @ low)
     return torch.cat(parts)

@@ -33,7 +33,8 @@ def chosen(names: Mapping[str, Any], number: int) -> list[str]:
 def save(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write adapter_config.json and adapter_model.safetensors of an adapter into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    text = json.dumps(config)
+    (folder / "adapter_config.json").write_text(text, encoding="utf-8")
     save_file(dict(tensors), folder / "adapter_model.safetensors")
 
 
@@ -44,23 +45,25 @@ def write_lora(folder: Path, number: int, layers: Shapes, points: Mapping[str, i
     tensors = {}
     for name in chosen(layers, number):
         outputs, inputs = layers[name]
-        a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
-        b = torch.randn(outputs, rank, generator=generator) * 0.3
-        tensors |= {f"{PREFIX}{name}.lora_A.weight": a, f"{PREFIX}{name}.lora_B.weight": b}
+        a = torch.randn(rank, inputs, generator=generator)
+        b = torch.randn(outputs, rank, generator=generator)
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = a * inputs**-0.5
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = b * 0.3
     save(folder, {"peft_type": "LORA", "r": rank, "lora_alpha": 3 * rank}, tensors)
 
 
 def write_ia3(folder: Path, number: int, layers: Shapes, points: Mapping[str, int]) -> None:
     """Write an IA3 folder: random factors near 1 for the inputs or the outputs of each changed layer."""
     generator = torch.Generator().manual_seed(number)
-    tensors = dict[str, Tensor]()
+    tensors: dict[str, Tensor] = {}
     for name in chosen(layers, number):
         outputs, inputs = layers[name]
         if name.endswith(SCALED_INPUTS):
             shape = (1, inputs)
         else:
             shape = (outputs, 1)
-        tensors[f"{PREFIX}{name}.ia3_l"] = 1 + 0.5 * torch.randn(shape, generator=generator)
+        random = torch.randn(shape, generator=generator)
+        tensors[f"{PREFIX}{name}.ia3_l"] = 1 + 0.5 * random
     save(folder, {"peft_type": "IA3"}, tensors)
 
 
@@ -79,33 +82,40 @@ def lora_output(folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor
     y = x @ weight.T + bias
     if f"{PREFIX}{name}.lora_A.weight" not in tensors:
         return y
-    a, b = (tensors[f"{PREFIX}{name}.lora_{which}.weight"].double() for which in "AB")
+    a = tensors[f"{PREFIX}{name}.lora_A.weight"].double()
+    b = tensors[f"{PREFIX}{name}.lora_B.weight"].double()
     scale = config["lora_alpha"] / config["r"]
     return y + scale * (x @ a.T @ b.T)
 
 
 def ia3_output(folder: Path, name: str, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return the layer output with IA3, float64 [T, out]: the inputs or the outputs of the layer are scaled."""
-    factors = read(folder)[0].get(f"{PREFIX}{name}.ia3_l")
+    tensors, _ = read(folder)
+    factors = tensors.get(f"{PREFIX}{name}.ia3_l")
     if factors is None:
         return x @ weight.T + bias
+    factors = factors.double()
     if factors.shape[0] == 1:
-        return (x * factors[0].double()) @ weight.T + bias
-    return (x @ weight.T + bias) * factors[:, 0].double()
+        scaled = x * factors[0]
+        return scaled @ weight.T + bias
+    y = x @ weight.T + bias
+    return y * factors[:, 0]
 
 
 def steering_value(folder: Path, point: str, x: Tensor) -> Tensor:
     """Return the value of a tap point with steering, float64 [T, width]: x plus the scaled vector of the point."""
     tensors, config = read(folder)
-    if point in tensors:
-        return x + config["scale"] * tensors[point].double()
-    return x
+    if point not in tensors:
+        return x
+    vector = tensors[point].double()
+    return x + config["scale"] * vector
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read an adapter folder, and return its tensors and its config."""
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    return load_file(folder / "adapter_model.safetensors"), config
+    text = (folder / "adapter_config.json").read_text(encoding="utf-8")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    return tensors, json.loads(text)
 
 
 WRITERS = {"LORA": write_lora, "IA3": write_ia3, "STEERING": write_steering}

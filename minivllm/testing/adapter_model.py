@@ -24,9 +24,11 @@ from minivllm.device.loading.adapter_weights import OpenFolder, TargetLayer
 from minivllm.device.loading.tensor_files import opened
 from minivllm.errors import RequestError, shown
 
-HIDDEN, INNER = 16, 40
+HIDDEN = 16
+INNER = 40
 POINTS = {"embedding": HIDDEN, "layers.0.residual": HIDDEN}
-_ATTENTION, _MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
+_ATTENTION = "model.layers.0.self_attn."
+_MLP = "model.layers.0.mlp."
 # name of a layer in the checkpoint -> (number of outputs, number of inputs)
 LAYERS = {
     _ATTENTION + "q_proj": (24, HIDDEN),
@@ -36,10 +38,14 @@ LAYERS = {
     _MLP + "down_proj": (HIDDEN, INNER),
 }
 # name of a served layer -> (layer of the checkpoint -> the parts that it fills, dimension that is split)
-_SERVED: dict[str, tuple[dict[str, tuple[str, ...]], str]] = {
-    "layers.0.attn.qkv": ({f"{_ATTENTION}{part}_proj": (part,) for part in "qkv"}, "column"),
-    "layers.0.mlp.gate_up": ({_MLP + "gate_up_proj": ("gate", "up")}, "column"),
-    "layers.0.mlp.down": ({_MLP + "down_proj": ("",)}, "row"),
+Sources = dict[str, tuple[str, ...]]
+_QKV: Sources = {f"{_ATTENTION}{part}_proj": (part,) for part in "qkv"}
+_GATE_UP: Sources = {_MLP + "gate_up_proj": ("gate", "up")}
+_DOWN: Sources = {_MLP + "down_proj": ("",)}
+_SERVED: dict[str, tuple[Sources, str]] = {
+    "layers.0.attn.qkv": (_QKV, "column"),
+    "layers.0.mlp.gate_up": (_GATE_UP, "column"),
+    "layers.0.mlp.down": (_DOWN, "row"),
 }
 
 
@@ -56,10 +62,19 @@ def layers_of(device: str) -> dict[str, Layer]:
     generator = torch.Generator().manual_seed(5)
     found = {}
     for name, (outputs, inputs) in LAYERS.items():
-        weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
-        bias = torch.randn(outputs, generator=generator).to(device)
-        found[name] = Layer(weight.to(device), bias)
+        weight = torch.randn(outputs, inputs, generator=generator)
+        weight = weight * inputs**-0.5
+        bias = torch.randn(outputs, generator=generator)
+        found[name] = Layer(weight.to(device), bias.to(device))
     return found
+
+
+def _zeros(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(count, dtype=dtype)
+
+
+def _nans(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((count,), torch.nan, dtype=dtype)
 
 
 class ModelProcess:
@@ -71,24 +86,24 @@ class ModelProcess:
     ) -> None:
         self.shard = Shard(rank, size)
         self.layers = layers_of(device)
-        self.infos = {name: self._info(name, device) for name in _SERVED}
+        self.infos = {}
         self.targets = {}
         for served, (sources, _) in _SERVED.items():
+            info = self._info(served, device)
+            self.infos[served] = info
             for source, parts in sources.items():
                 rule = Rule(source, served, parts)
-                self.targets[source] = TargetLayer(self.infos[served], parts, rule)
-        self.weights = {name: self._cut(name, "weight") for name in _SERVED}
-        self.biases = {name: self._cut(name, "bias") for name in _SERVED}
-        layers = {name: AdaptedLayer(info, self.biases[name]) for name, info in self.infos.items()}
-        self.model = AdaptedModel(
-            layers,
-            POINTS,
-            torch.float32,
-            torch.device(device),
-            invariant,
-            lambda count, dtype: torch.zeros(count, dtype=dtype),
-            lambda count, dtype: torch.full((count,), torch.nan, dtype=dtype),
-        )
+                self.targets[source] = TargetLayer(info, parts, rule)
+        self.weights = {}
+        self.biases = {}
+        layers = {}
+        for served, info in self.infos.items():
+            bias = self._cut(served, "bias")
+            self.weights[served] = self._cut(served, "weight")
+            self.biases[served] = bias
+            layers[served] = AdaptedLayer(info, bias)
+        place = torch.device(device)
+        self.model = AdaptedModel(layers, POINTS, torch.float32, place, invariant, _zeros, _nans)
         self.memory: AdapterMemory = method.memory(self.model)
         self.changes = {name: self.memory.layer(name) for name in _SERVED}
 
@@ -98,28 +113,43 @@ class ModelProcess:
         size = self.shard.size
         parts = []
         for source, names in sources.items():
-            rows = LAYERS[source][0] // len(names)
-            parts += [(part, rows // size if split == "column" else rows) for part in names]
-        inputs = LAYERS[next(iter(sources))][1]
+            outputs, inputs = LAYERS[source]
+            rows = outputs // len(names)
+            if split == "column":
+                rows //= size
+            parts += [(part, rows) for part in names]
         share = inputs // size if split == "row" else inputs
         return ModuleInfo(name, "linear", share, tuple(parts), "float32", device, True, split, self.shard)
 
     def _cut(self, name: str, kind: str) -> Tensor:
         """Return this process's shard of the weight or the bias (``kind``) of a served layer."""
         found = []
-        for source in _SERVED[name][0]:
+        sources, _ = _SERVED[name]
+        for source in sources:
             values = getattr(self.layers[source], kind)
             target = self.targets[source]
             found += [share for _, _, share in target.rows(values)]
         joined = torch.cat(found)
         if kind == "weight":
-            return self.targets[source].columns(joined).contiguous()
+            return target.columns(joined).contiguous()
         return joined
 
     def read(self, folder: Path) -> Any:
         """Load an adapter folder into host memory with the method's ``read``."""
         with opened(folder / "adapter_model.safetensors") as file, torch.inference_mode():
-            return self.memory.read(OpenFolder(str(folder), file, self.target))
+            opened_folder = OpenFolder(str(folder), file, self.target)
+            return self.memory.read(opened_folder)
+
+    def store(self, folders: Sequence[Path | None]) -> list[Any]:
+        """Load adapter folders and store them in the slots of adapter memory with their indices.
+
+        None leaves a slot as it is.  Return the loaded adapters.
+        """
+        loaded = [None if folder is None else self.read(folder) for folder in folders]
+        for place, adapter in enumerate(loaded):
+            if adapter is not None:
+                self.memory.store(place, adapter)
+        return loaded
 
     def target(self, name: str) -> TargetLayer:
         """Return the served layer and the rows that hold a layer of the checkpoint.  RequestError for an unknown
@@ -136,14 +166,21 @@ class ModelProcess:
         """
         found = {}
         with self.step(places):
-            for name, change in self.changes.items():
+            for name in self.changes:
                 x = inputs[name]
                 if self.infos[name].split == "row":
                     shards = x.chunk(self.shard.size, dim=1)
                     x = shards[self.shard.rank].contiguous()
-                product = partial(_product, self.weights[name])
-                found[name] = product(x) if change is None else change(product, x)
+                found[name] = self.output(name, x)
         return found
+
+    def output(self, name: str, x: Tensor) -> Tensor:
+        """Return the product [T, out] of a served layer in a step that has begun; x [T, in] is its own input."""
+        product = partial(_product, self.weights[name])
+        change = self.changes[name]
+        if change is None:
+            return product(x)
+        return change(product, x)
 
     def step(self, places: Sequence[int]) -> Any:
         """Return a context manager for a step whose tokens use the adapters in the slots ``places`` (-1 for none)."""
@@ -156,8 +193,12 @@ class ModelProcess:
         ``places`` has the slot of adapter memory of each token, or -1, and ``loaded`` the adapters that were stored.
         """
         changed = {point for one in loaded for point in self.memory.points(one)}
+        found = dict.fromkeys(POINTS, x)
         with self.step(places):
-            return {point: self.memory.at_point(point, x) if point in changed else x for point in POINTS}
+            for point in POINTS:
+                if point in changed:
+                    found[point] = self.memory.at_point(point, x)
+        return found
 
 
 class _AdaptedStep:
@@ -182,11 +223,9 @@ def _product(weight: Tensor, x: Tensor) -> Tensor:
 def inputs_of(tokens: int, device: str, seed: int = 0) -> dict[str, Tensor]:
     """Return random inputs of each served layer for a step of some tokens, [tokens, in] by name, not split."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = {}
-    for name, (sources, _) in _SERVED.items():
-        sizes[name] = LAYERS[next(iter(sources))][1]
     found = {}
-    for name, size in sizes.items():
+    for name, (sources, _) in _SERVED.items():
+        _, size = LAYERS[next(iter(sources))]
         x = torch.randn(tokens, size, generator=generator)
         found[name] = x.to(device)
     return found
@@ -194,4 +233,5 @@ def inputs_of(tokens: int, device: str, seed: int = 0) -> dict[str, Tensor]:
 
 def sources_of(name: str) -> dict[str, tuple[str, ...]]:
     """Return the checkpoint's layers that a served layer consists of, each with its parts."""
-    return _SERVED[name][0]
+    sources, _ = _SERVED[name]
+    return sources

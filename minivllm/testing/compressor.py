@@ -43,17 +43,18 @@ def stored_tokens(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    if window:
-        queries = normal(min(window, n), heads, DIM)
-    else:
-        queries = None
+    queries = normal(min(window, n), heads, DIM) if window else None
+    keys = normal(n, kv_heads, DIM)
+    values = normal(n, kv_heads, DIM)
+    scale = DIM**-0.5
+    half = max(1, n // 2)
     fields: dict[str, Any] = {
         "layer": 0,
-        "keys": normal(n, kv_heads, DIM),
-        "values": normal(n, kv_heads, DIM),
+        "keys": keys,
+        "values": values,
         "queries": queries,
-        "scale": DIM**-0.5,
-        "keep": max(1, n // 2),
+        "scale": scale,
+        "keep": half,
         "computed": n,
         "seed": 3,
     }
@@ -61,20 +62,21 @@ def stored_tokens(
         prompt = n - n // 4
         later = (prompt - torch.arange(n)).clamp(min=0)
         attending = later.float().expand(kv_heads, n).clone()
-        fields |= {"attention_sums": normal(kv_heads, n).abs() * attending, "sum_queries": attending}
+        fields["attention_sums"] = normal(kv_heads, n).abs() * attending
+        fields["sum_queries"] = attending
     return StoredTokens(**{**fields, **changes})
 
 
 def joined(layers: list[StoredTokens]) -> StoredTokens:
     """Join the stored tokens of several layers, for a compressor that scores all layers in one call."""
     first = layers[0]
-
-    def together(name: str, dim: int) -> Tensor | None:
-        parts = [getattr(layer, name) for layer in layers]
-        return None if parts[0] is None else torch.cat(parts, dim=dim)
-
-    tensors: dict[str, Any] = {name: together(name, 1) for name in ("keys", "values", "queries")}
-    tensors |= {name: together(name, 0) for name in ("attention_sums", "sum_queries")}
+    dims = dict.fromkeys(("keys", "values", "queries"), 1)
+    dims |= dict.fromkeys(("attention_sums", "sum_queries"), 0)
+    tensors: dict[str, Any] = {}
+    for name, dim in dims.items():
+        if getattr(first, name) is not None:
+            parts = [getattr(layer, name) for layer in layers]
+            tensors[name] = torch.cat(parts, dim=dim)
     return replace(first, layers=len(layers), **tensors)
 
 
@@ -102,7 +104,10 @@ class CompressorConformance(Lasting, SpecConformance):
         sizes = itertools.product(SIZES, HEADS)
         window = instance.window
         sums = instance.attention_sums
-        return [stored_tokens(n, heads, kv_heads, window, sums=sums) for n, (heads, kv_heads) in sizes]
+        found = []
+        for n, (heads, kv_heads) in sizes:
+            found.append(stored_tokens(n, heads, kv_heads, window, sums=sums))
+        return found
 
     @since(1, 0)
     def test_each_stored_token_gets_a_score(self) -> None:
@@ -169,15 +174,17 @@ class CompressorConformance(Lasting, SpecConformance):
         made = self.build(*self.context())
         if not made.joins_layers:
             pytest.skip("the compressor scores one layer at a time")
+        sums = made.attention_sums
         for n, (heads, kv_heads) in itertools.product(SIZES, HEADS):
             layers = []
-            for seed in range(3):
-                layers.append(stored_tokens(n, heads, kv_heads, made.window, seed, made.attention_sums, layer=seed))
+            for layer in range(3):
+                layers.append(stored_tokens(n, heads, kv_heads, made.window, layer, sums, layer=layer))
             scores = made.score(joined(layers))
+            every_head = (3 * kv_heads, n)
             shape = tuple(scores.shape)
-            assert shape in ((n,), (3 * kv_heads, n)), f"scores are {shape}: expected ({3 * kv_heads}, {n}) or ({n},)"
-            of_heads = scores.expand(3 * kv_heads, n).view(3, kv_heads, n)
-            for layer, found in zip(layers, of_heads, strict=True):
+            assert shape in ((n,), every_head), f"scores are {shape}: expected {every_head} or ({n},)"
+            of_layers = scores.expand(every_head).view(3, kv_heads, n)
+            for layer, found in zip(layers, of_layers, strict=True):
                 alone = made.score(layer).expand(kv_heads, n)
                 near = torch.allclose(found.float(), alone.float(), rtol=1e-4, atol=1e-5)
                 assert near, f"layer {layer.layer} of three has other scores than alone"
@@ -221,22 +228,26 @@ class CompressorConformance(Lasting, SpecConformance):
         options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "kvcache_block_size": 4}
         if self.subject.entry.label == "minivllm/none":
             pytest.skip("the engine does not call it")
-        choice = {"name": self.plugin, "options": dict(self.options)}
-        if ":" in self.plugin:
-            options["allow_targets"] = [self.plugin.partition(":")[0]]
+        options["allow_targets"] = self.own_targets()
         prompts = [PROMPT, PROMPT[:19], [59, *PROMPT]]
-
-        def tokens(llm: LLM, requested: list[list[int]], budget: float) -> list[list[int]]:
-            params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=1, kv_budget=budget)
-            outputs = llm.generate(requested, params, use_tqdm=False)
-            for output in outputs:
-                assert output.error is None, f"a compressed request ended with an error: {output.error}"
-            return [list(output.outputs[0].token_ids) for output in outputs]
-
-        with LLM(str(path), compressor=choice, compress_every=5, **options) as llm:
-            alone = [tokens(llm, [prompt], 0.5)[0] for prompt in prompts]
-            assert tokens(llm, prompts, 0.5) == alone, "requests have other tokens when they run together"
-            assert llm.stats()["compression"]["compressions"] > 0
-            all_kept = tokens(llm, prompts, 1000)
+        with LLM(str(path), compressor=self.choice(), compress_every=5, **options) as llm:
+            alone = []
+            for prompt in prompts:
+                alone += _generated(llm, [prompt], 0.5)
+            assert _generated(llm, prompts, 0.5) == alone, "requests have other tokens when they run together"
+            compression = llm.stats()["compression"]
+            assert compression["compressions"] > 0
+            all_kept = _generated(llm, prompts, 1000)
         with LLM(str(path), **options) as llm:
-            assert tokens(llm, prompts, 0) == all_kept, "a budget that holds all tokens changes tokens"
+            assert _generated(llm, prompts, 0) == all_kept, "a budget that holds all tokens changes tokens"
+
+
+def _generated(llm: LLM, prompts: list[list[int]], budget: float) -> list[list[int]]:
+    """Return the greedy tokens of some prompts, whose requests have the parameter ``kv_budget``."""
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, seed=1, kv_budget=budget)
+    tokens = []
+    for result in llm.generate(prompts, params, use_tqdm=False):
+        assert result.error is None, f"a compressed request ended with an error: {result.error}"
+        (output,) = result.outputs
+        tokens.append(list(output.token_ids))
+    return tokens

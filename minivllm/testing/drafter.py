@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -26,12 +26,26 @@ from .kept import Lasting
 from .spec import SpecConformance
 from .waiting import no_wait, waits
 
+if TYPE_CHECKING:
+    from minivllm import LLM
+
 VOCAB = 61
 MAX_LEN = 96  # most tokens of a sequence
 SLOTS = 9
 MANY = 40  # number of rows of a large step
 STALE = 53  # token at all positions after the known tokens of a row
 REPEATING = [[1, 2, 3, 1, 2, 3, 1], [4] * 9, [5, 6]]  # prompts that repeat tokens
+# (prompt, parameters) of each request of the test with an engine
+REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
+    ([3, 4, 5, 6] * 5, {"temperature": 0.0, "max_tokens": 20}),
+    ([7, 8, 9], {"temperature": 0.7, "top_k": 9, "seed": 5, "max_tokens": 24, "logprobs": 1}),
+    ([10] * 12, {"temperature": 1.0, "top_p": 0.9, "seed": 6, "max_tokens": 20, "repetition_penalty": 1.2}),
+    (
+        list(range(11, 40)),
+        {"temperature": 0.0, "max_tokens": 16, "min_tokens": 12, "frequency_penalty": 0.4, "n": 2},
+    ),
+)
+Known = Sequence[Sequence[int]]  # the known tokens of each row
 
 
 class FakeModel(DraftModel):
@@ -47,14 +61,18 @@ class FakeModel(DraftModel):
         assert j in (0, self.drawn), f"logits for draft {j} were requested after {self.drawn} drafts were drawn"
         if j == 0:
             self.drawn = 0
-        last = ask.rows.position - 1 + j
         history = ask.rows.tokens[ask.rows.slots].long()
-        newest = history.gather(1, last.clamp(min=0)[:, None])
-        newest = newest[:, 0]
-        previous = history.gather(1, (last - 1).clamp(min=0)[:, None])[:, 0]
+        last = ask.rows.position - 1 + j
+
+        def known(position: Tensor) -> Tensor:
+            at = position.clamp(min=0)
+            return history.gather(1, at[:, None])
+
+        newest = known(last)
+        previous = known(last - 1)
         likely = (newest * 7 + previous * 3 + 1) % VOCAB
         every_token = torch.arange(VOCAB, device=likely.device)
-        return (likely[:, None] == every_token).float()
+        return (likely == every_token).float()
 
     def draw(self, ask: Ask, logits: Tensor, j: int) -> Tensor:
         assert j == self.drawn, f"draft {j} was drawn after {self.drawn} drafts"
@@ -70,8 +88,8 @@ def histories(draw: Any) -> list[list[int]]:
     """Draw the known tokens of 1 to 5 rows, often from few different tokens, so that they repeat."""
     largest = draw(st.sampled_from([1, 3, VOCAB - 1]))
     token = st.integers(0, largest)
-    ask = st.lists(st.lists(token, min_size=1, max_size=40), min_size=1, max_size=5)
-    return draw(ask)
+    row = st.lists(token, min_size=1, max_size=40)
+    return draw(st.lists(row, min_size=1, max_size=5))
 
 
 class DrafterConformance(Lasting, SpecConformance):
@@ -88,6 +106,10 @@ class DrafterConformance(Lasting, SpecConformance):
         model = FakeModel() if self.has_model() else None
         return (DrafterContext(VOCAB, MAX_LEN, self.place(), model),)
 
+    def made(self) -> Drafter:
+        """Create an instance of the plug-in."""
+        return self.build(*self.context())
+
     def has_model(self) -> bool:
         """Return whether the drafter's constructor receives a model: a draft model, or a head."""
         return self.claims("draft_model") or self.claims("target_head")
@@ -100,51 +122,46 @@ class DrafterConformance(Lasting, SpecConformance):
         """Propose drafts for new random rows."""
         rng = np.random.default_rng(number)
         if self.claims("host_tokens"):
-            learned = rng.integers(0, VOCAB, 400).astype(np.int32)
-            instance.learn(number % 3, learned, 9)
+            learned = rng.integers(0, VOCAB, 400)
+            instance.learn(number % 3, learned.astype(np.int32), 9)
         rows = []
         for n in (3, 9 + number % 40, 17):
-            rows.append(rng.integers(0, VOCAB, n).tolist())
+            row = rng.integers(0, VOCAB, n)
+            rows.append(row.tolist())
         self.drafts(instance, rows, 3)
 
     def ask(
-        self,
-        rows: Sequence[Sequence[int]],
-        k: int,
-        slots: Sequence[int] = (),
-        stale: int = STALE,
-        spare: int = 0,
-        owner: int = 0,
+        self, rows: Known, k: int, slots: Sequence[int] = (), stale: int = STALE, spare: int = 0, owner: int = 0
     ) -> Ask:
         """Return the argument of ``propose`` for up to k drafts after each row of known tokens.
 
         The rows are in slots of a larger token table; ``slots`` chooses them.  The token ``stale`` fills the rest of
         the table.  ``spare`` is added to the length of the longest row.  ``owner`` is the owner of all rows.
         """
-        table = max(SLOTS, 2 * len(rows))
-        chosen = list(slots) or [(2 * i + 1) % table for i in range(len(rows))]
+        n = len(rows)
+        table = max(SLOTS, 2 * n)
+        chosen = list(slots) or [(2 * i + 1) % table for i in range(n)]
+        arrays = [np.array(row, np.int32) for row in rows]
         tokens = torch.full((table, MAX_LEN + 1), stale, dtype=torch.int32)
-        for slot, row in zip(chosen, rows, strict=True):
-            tokens[slot, : len(row)] = torch.tensor(row, dtype=torch.int32)
+        for slot, row in zip(chosen, arrays, strict=True):
+            row.flags.writeable = False
+            tokens[slot, : len(row)] = torch.tensor(row)
         known = np.array([len(row) for row in rows], np.int32)
         device = self.place()
 
         def int64(values: Any) -> Tensor:
             return torch.as_tensor(values, dtype=torch.int64, device=device)
 
-        zeros = int64([0] * len(rows))
+        zeros = int64([0] * n)
         longest = int(known.max()) + spare
         on_device = Rows(int64(chosen), int64(known), zeros + 1, zeros, zeros, 0, tokens.to(device), longest)
-        numbers = np.array(chosen, np.int32)
+        numbers = np.array(chosen, np.int32)  # the slots, on the host
         if not self.claims("host_tokens"):
             return Ask(on_device, k, numbers, known)
-        history = [np.array(row, np.int32) for row in rows]
-        for row in history:
-            row.flags.writeable = False
-        owners = np.full(len(rows), owner)
-        return Ask(on_device, k, numbers, known, history, owners)
+        owners = np.full(n, owner)
+        return Ask(on_device, k, numbers, known, arrays, owners)
 
-    def drafts(self, instance: Drafter, rows: Sequence[Sequence[int]], k: int, **options: Any) -> list[list[int]]:
+    def drafts(self, instance: Drafter, rows: Known, k: int, **options: Any) -> list[list[int]]:
         """Return the drafts that a drafter proposes for each row of known tokens, after a check of their form.
 
         ``options`` has keyword arguments of ``ask``.
@@ -152,16 +169,20 @@ class DrafterConformance(Lasting, SpecConformance):
         ask = self.ask(rows, k, **options)
         tokens, count = instance.propose(ask)
         device = ask.rows.slots.device
-        for name, x, shape in (("tokens", tokens, (len(rows), k)), ("count", count, (len(rows),))):
-            assert isinstance(x, Tensor) and tuple(x.shape) == shape, f"{name}: expected a tensor of shape {shape}"
+        n = len(rows)
+        for name, x, shape in (("tokens", tokens, (n, k)), ("count", count, (n,))):
+            right = isinstance(x, Tensor) and tuple(x.shape) == shape
+            assert right, f"{name}: expected a tensor of shape {shape}"
             assert x.dtype == torch.int64, f"{name} is {x.dtype}: expected int64"
             assert x.device == device, f"{name} is on {x.device}: expected {device}, the device of the rows"
         counts = count.tolist()
         assert all(0 <= n <= k for n in counts), f"count={counts} of k={k}: expected 0 to k"
         drafts = []
+        wrong: list[int] = []
         for row, n in zip(tokens.tolist(), counts, strict=True):
-            drafts.append(row[:n])
-        wrong = [token for row in drafts for token in row if not 0 <= token < VOCAB]
+            of_row = row[:n]
+            drafts.append(of_row)
+            wrong += [token for token in of_row if not 0 <= token < VOCAB]
         assert not wrong, f"drafts {wrong[:8]} are no tokens: expected 0 to {VOCAB - 1}"
         return drafts
 
@@ -172,10 +193,11 @@ class DrafterConformance(Lasting, SpecConformance):
         It proposes some drafts, unless its spec has the trait ``drafts: 0``.
         """
         seen = Seen()
+        most = st.sampled_from([1, 2, 4, 9])
 
-        @self.for_all(60, histories(), st.sampled_from([1, 2, 4, 9]))
+        @self.for_all(60, histories(), most)
         def form(rows: list[list[int]], k: int) -> None:
-            drafts = self.drafts(self.build(*self.context()), rows, k)
+            drafts = self.drafts(self.made(), rows, k)
             seen["drafts"] += sum(map(len, drafts))
 
         if self.spec.traits.get("drafts") == 0:
@@ -189,15 +211,18 @@ class DrafterConformance(Lasting, SpecConformance):
 
         They do not depend on the other rows, the slot, the length of the longest row or earlier calls.
         """
+        most = st.sampled_from([1, 4])
+        shifts = st.integers(0, 8)
 
-        @self.for_all(60, histories(), st.sampled_from([1, 4]), st.integers(0, 8))
+        @self.for_all(60, histories(), most, shifts)
         def alone(rows: list[list[int]], k: int, shift: int) -> None:
-            instance = self.build(*self.context())
+            instance = self.made()
             together = self.drafts(instance, rows, k)
             for row, expected in zip(rows, together, strict=True):
                 (drafts,) = self.drafts(instance, [row], k, slots=[shift], spare=shift)
                 assert drafts == expected, f"{row} gets the drafts {expected} beside other rows, and {drafts} alone"
-            assert self.drafts(instance, rows, k) == together, "the same rows get other drafts in a second call"
+            again = self.drafts(instance, rows, k)
+            assert again == together, "the same rows get other drafts in a second call"
 
     @since(1, 0)
     def test_large_steps_and_long_rows_are_as_small_ones(self) -> None:
@@ -209,21 +234,20 @@ class DrafterConformance(Lasting, SpecConformance):
         random_lengths = rng.integers(1, MAX_LEN, MANY - 4).tolist()
         lengths = [MAX_LEN - 1, MAX_LEN - 2, 64, 65, *random_lengths]
         rows = [rng.integers(0, 3, n).tolist() for n in lengths]
-        instance = self.build(*self.context())
+        instance = self.made()
         for k in (1, 10, 24):
+            fitting = rows
             if self.has_model():
                 fitting = [row for row in rows if len(row) + k <= MAX_LEN]
-            else:
-                fitting = rows
             together = self.drafts(instance, fitting, k)
             other = self.drafts(instance, fitting, k, stale=1)
-            for i, row in enumerate(fitting):
-                assert together[i] == other[i], f"{len(row)} tokens, k={k}: it reads positions after the known tokens"
+            for i, (row, drafts) in enumerate(zip(fitting, together, strict=True)):
+                n = len(row)
+                assert drafts == other[i], f"{n} tokens, k={k}: it reads positions after the known tokens"
                 if i < 4 or i % 9 == 8:
                     (alone,) = self.drafts(instance, [row], k)
-                    assert alone == together[i], (
-                        f"row {i} of {len(fitting)} with {len(row)} tokens gets the drafts {together[i]} and {alone} "
-                        "alone"
+                    assert alone == drafts, (
+                        f"row {i} of {len(fitting)} with {n} tokens gets the drafts {drafts} and {alone} alone"
                     )
 
     @since(1, 0)
@@ -232,15 +256,15 @@ class DrafterConformance(Lasting, SpecConformance):
 
         Rejected drafts and tokens of an earlier sequence stay there.
         """
+        most = st.sampled_from([1, 4])
 
-        @self.for_all(60, histories(), st.sampled_from([1, 4]))
+        @self.for_all(60, histories(), most)
         def stale(rows: list[list[int]], k: int) -> None:
-            found = []
-            for token in (STALE, rows[0][-1]):
-                drafter = self.build(*self.context())
-                found.append(self.drafts(drafter, rows, k, stale=token))
-            assert found[0] == found[1], (
-                f"{rows} get the drafts {found[0]} or {found[1]}, depending on the tokens after the known ones"
+            last = rows[0][-1]
+            expected = self.drafts(self.made(), rows, k)
+            found = self.drafts(self.made(), rows, k, stale=last)
+            assert found == expected, (
+                f"{rows} get the drafts {expected} or {found}, depending on the tokens after the known ones"
             )
 
     @since(1, 0)
@@ -249,23 +273,25 @@ class DrafterConformance(Lasting, SpecConformance):
 
         Only ``draw`` of a draft model may write tokens after the known ones.
         """
+        names = ("slots", "position", "tokens", "prompt")
 
         @self.for_all(30, histories(), st.sampled_from([1, 4]))
         def unwritten(rows: list[list[int]], k: int) -> None:
             ask = self.ask(rows, k)
-            before = {}
-            for name in ("slots", "position", "tokens", "prompt"):
-                before[name] = getattr(ask.rows, name).clone()
+            before = {name: getattr(ask.rows, name).clone() for name in names}
             slots = ask.slots.copy()
             known = ask.known.copy()
-            self.build(*self.context()).propose(ask)
+            drafter = self.made()
+            drafter.propose(ask)
             assert (ask.slots == slots).all(), "slots was written to"
             assert (ask.known == known).all(), "known was written to"
+            if self.has_model():
+                table = ask.rows.tokens
+                old_table = before["tokens"]
+                for slot, n in zip(slots.tolist(), known.tolist(), strict=True):
+                    table[slot, n : n + k] = old_table[slot, n : n + k]
             for name, old in before.items():
                 new = getattr(ask.rows, name)
-                if name == "tokens" and self.has_model():
-                    for slot, n in zip(slots.tolist(), known.tolist(), strict=True):
-                        new[slot, n : n + k] = old[slot, n : n + k]
                 assert torch.equal(new, old), f"rows.{name} was written to"
 
     @since(1, 0)
@@ -277,7 +303,7 @@ class DrafterConformance(Lasting, SpecConformance):
         """
         if "cuda" not in self.values("device", "cpu", "cuda"):
             pytest.skip("it claims only the CPU, for which nothing waits")
-        instance = self.build(*self.context())
+        instance = self.made()
         for rows, k in ((REPEATING, 3), ([[7]], 1)):
             ask = self.ask(rows, k)
             with waits(self.place()) as found:
@@ -291,12 +317,13 @@ class DrafterConformance(Lasting, SpecConformance):
 
         @self.for_all(30, histories(), histories())
         def separate(rows: list[list[int]], texts: list[list[int]]) -> None:
-            drafter = self.build(*self.context())
+            drafter = self.made()
             expected = self.drafts(drafter, rows, 4, owner=7)
-            instance = self.build(*self.context())
+            instance = self.made()
             for i, text in enumerate([*texts, *rows]):
                 twice = np.array(text + text, np.int32)
-                instance.learn(-i, twice, len(text) // 2)
+                prompt = len(text) // 2
+                instance.learn(-i, twice, prompt)
             found = self.drafts(instance, rows, 4, owner=7)
             assert found == expected, f"{rows} of owner 7 get {found} after tokens of other owners; expected {expected}"
 
@@ -314,13 +341,7 @@ class DrafterConformance(Lasting, SpecConformance):
 
         The requests are greedy or sampled, with penalties, a least length and log-probabilities.
         """
-        prompts = [[3, 4, 5, 6] * 5, [7, 8, 9], [10] * 12, list(range(11, 40))]
-        params = [
-            {"temperature": 0.0, "max_tokens": 20},
-            {"temperature": 0.7, "top_k": 9, "seed": 5, "max_tokens": 24, "logprobs": 1},
-            {"temperature": 1.0, "top_p": 0.9, "seed": 6, "max_tokens": 20, "repetition_penalty": 1.2},
-            {"temperature": 0.0, "max_tokens": 16, "min_tokens": 12, "frequency_penalty": 0.4, "n": 2},
-        ]
+        prompts, params = zip(*REQUESTS, strict=True)
         without = self.serve(prompts, params, False)
         drafted = self.serve(prompts, params, True)
         for prompt, expected, tokens in zip(prompts, without, drafted, strict=True):
@@ -328,49 +349,50 @@ class DrafterConformance(Lasting, SpecConformance):
 
     def serve(self, prompts: Sequence[list[int]], params: Sequence[Mapping[str, Any]], drafts: bool) -> list[Any]:
         """Return the token ids that an engine with a small model generates, with the drafter if ``drafts``."""
-        from minivllm import LLM, SamplingParams
+        from minivllm import SamplingParams
 
-        from .tiny import tiny_dir
-
-        device = self.place()
-        if device != "cpu":
+        if self.place() != "cpu":
             pytest.skip("compared on a CPU, where batch_invariant has the same bits for every step")
         if self.claims("target_head") and self.options.get("model"):
             pytest.skip("its head has files of its own, which fit one model only")
-        with tempfile.TemporaryDirectory() as folder:
-            path, _, _ = tiny_dir(Path(folder) / "model", eos_token_id=60)
-            options = dict(self.options)
-            if self.claims("draft_model"):
-                draft_path, *_ = tiny_dir(Path(folder) / "draft", num_hidden_layers=1)
-                options["model"] = str(draft_path)
-            if drafts:
-                drafter = {"name": self.plugin, "options": options}
-            else:
-                drafter = "none"
-            choices = dict(
-                model=str(path),
-                device="cpu",
-                dtype="float32",
-                skip_tokenizer_init=True,
-                batch_invariant=True,
-                num_kvcache_blocks=40,
-                max_num_seqs=4,
-                max_num_batched_tokens=48,
-                drafter=drafter,
-                speculate="always",
-                # the checkpoint has no weights of the head, so these are random too
-                load_format="dummy" if self.claims("target_head") else "auto",
-                allow_targets=[self.plugin.partition(":")[0]] if ":" in self.plugin else [],
-            )
-            try:
-                llm = LLM(**choices)
-            except ModelError as error:
-                if "'model' is not set" not in str(error):
-                    raise
-                pytest.skip("its head has files of its own, which fit one model only")
-            with llm:
-                sampling = [SamplingParams(**p) for p in params]
-                results = llm.generate(list(prompts), sampling, use_tqdm=False)
-            errors = [result.error for result in results]
-            assert not any(errors), errors
-            return [[output.token_ids for output in result.outputs] for result in results]
+        with tempfile.TemporaryDirectory() as folder, self._engine(Path(folder), drafts) as llm:
+            sampling = [SamplingParams(**p) for p in params]
+            results = llm.generate(list(prompts), sampling, use_tqdm=False)
+        errors = [result.error for result in results]
+        assert not any(errors), errors
+        tokens = []
+        for result in results:
+            branches = [output.token_ids for output in result.outputs]
+            tokens.append(branches)
+        return tokens
+
+    def _engine(self, folder: Path, drafts: bool) -> LLM:
+        """Start an engine with a small model, which is written to a folder; with the drafter if ``drafts``."""
+        from minivllm import LLM
+
+        from .tiny import tiny_dir
+
+        path, *_ = tiny_dir(folder / "model", eos_token_id=60)
+        drafter = self.choice()
+        if self.claims("draft_model"):
+            draft_path, *_ = tiny_dir(folder / "draft", num_hidden_layers=1)
+            drafter["options"]["model"] = str(draft_path)
+        options = dict(
+            device="cpu",
+            dtype="float32",
+            skip_tokenizer_init=True,
+            batch_invariant=True,
+            num_kvcache_blocks=40,
+            max_num_seqs=4,
+            max_num_batched_tokens=48,
+            speculate="always",
+        )
+        if self.claims("target_head"):
+            # the checkpoint has no weights of the head, so these are random too
+            options["load_format"] = "dummy"
+        try:
+            return LLM(str(path), drafter=drafter if drafts else "none", allow_targets=self.own_targets(), **options)
+        except ModelError as error:
+            if "'model' is not set" not in str(error):
+                raise
+            pytest.skip("its head has files of its own, which fit one model only")

@@ -25,7 +25,7 @@ from minivllm.core.interfaces.executor import ImageWiring
 from minivllm.core.interfaces.images import digest_of
 from minivllm.device.loading.hf_config import Checkpoint, open_checkpoint
 
-from .base import since
+from .base import since, token_logprobs
 from .kept import Lasting
 from .spec import SpecConformance
 from .tiny import tiny_dir
@@ -216,7 +216,8 @@ class EncoderConformance(Lasting, SpecConformance):
             assert digest(other) == first[number], "a copy of a picture has other values"
         for picture in pictures:
             picture.filename = "one-name.png"
-        assert [digest(picture) for picture in pictures] == first, "the file name of a picture changes its values"
+        renamed = [digest(picture) for picture in pictures]
+        assert renamed == first, "the file name of a picture changes its values"
 
     @since(1, 2)
     def test_pixels_have_the_values_of_their_picture(self) -> None:
@@ -229,7 +230,8 @@ class EncoderConformance(Lasting, SpecConformance):
             if found is None:
                 continue
             values, shape, tokens = made.prepare(picture)
-            assert np.array_equal(np.ravel(found.values), np.ravel(values)), "the pixels of a picture have other values"
+            same = np.array_equal(np.ravel(found.values), np.ravel(values))
+            assert same, "the pixels of a picture have other values"
             got = (tuple(found.shape), found.tokens)
             expected = (tuple(shape), tokens)
             assert got == expected, "the pixels have another shape"
@@ -376,55 +378,74 @@ class EncoderConformance(Lasting, SpecConformance):
         facts = made.facts()
         orders = [pictures[:1], pictures[1:2], pictures, pictures[::-1]]
         prompts = [self.prompt(facts, some) for some in orders]
-        params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=0)
-        counts = [made.prepare(picture).tokens for picture in pictures]
-        options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "device": self.place()}
-        options |= {
-            "max_num_seqs": 4,
-            "encoder": {"name": self.plugin, "options": dict(self.options)},
-            "kvcache_block_size": 4,
-        }
-        options |= {"num_kvcache_blocks": sum(counts) * 4 + 200, "max_model_len": sum(counts) + 64}
-        if ":" in self.plugin:
-            options["allow_targets"] = [self.plugin.partition(":")[0]]
-
-        def answers(llm: LLM, *requested: dict[str, Any]) -> list[Any]:
-            outputs = llm.generate(list(requested), params, use_tqdm=False)
-            for output in outputs:
-                assert output.error is None, f"a request with images ended with an error: {output.error}"
-            return outputs
-
-        def close(some: list[Any], others: list[Any]) -> bool:
-            pairs = zip(map(_scores, some), map(_scores, others), strict=True)
-            return all(a[0] == b[0] and np.abs(a[1] - b[1]).max() < 1e-4 for a, b in pairs)
-
-        with LLM(str(self.folder()), **options, enable_prefix_caching=False) as llm:
-            alone = [answers(llm, prompt)[0] for prompt in prompts]
-        with LLM(str(self.folder()), **options, max_num_batched_tokens=max(7, facts.span)) as llm:
-            assert close(answers(llm, *prompts), alone), "requests together and in chunks have other answers"
-            assert close(answers(llm, *prompts), alone), "requests behind prefix hits have other answers"
-        assert not close(alone[:1], alone[1:2]), "two pictures have the same answer"
-        assert not close(alone[2:3], alone[3:]), "pictures in reverse order have the same answer"
+        tokens = sum(made.prepare(picture).tokens for picture in pictures)
+        options: dict[str, Any] = {"max_model_len": tokens + 64, "num_kvcache_blocks": 4 * tokens + 200}
+        alone = []
+        with self._engine(enable_prefix_caching=False, **options) as llm:
+            for prompt in prompts:
+                alone += _answers(llm, [prompt])
+        with self._engine(max_num_batched_tokens=max(7, facts.span), **options) as llm:
+            together = _answers(llm, prompts)
+            assert _close(together, alone), "requests together and in chunks have other answers"
+            again = _answers(llm, prompts)
+            assert _close(again, alone), "requests behind prefix hits have other answers"
+        first, second, ascending, descending = alone
+        assert not _close([first], [second]), "two pictures have the same answer"
+        assert not _close([ascending], [descending]), "pictures in reverse order have the same answer"
         for output, some in zip(alone, orders, strict=True):
-            tokens, scores = _scores(output)
-            whole = [*output.prompt_token_ids, *tokens]
-            prepared = [made.prepare(picture) for picture in some]
-            expected = self.reference(whole, prepared)
-            if expected is None:
-                continue
-            behind = expected[len(output.prompt_token_ids) - 1 : -1]
-            rows = torch.arange(len(tokens))
-            right = behind[rows, torch.tensor(tokens)].numpy()
-            assert np.abs(right - scores).max() < 1e-4, "log-probabilities differ from the reference"
+            self._compare_with_reference(made, output, some)
+
+    def _engine(self, **options: Any) -> LLM:
+        """Start an engine with the text model of the test checkpoint and the plug-in as its encoder."""
+        plain: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32", "kvcache_block_size": 4}
+        plain["device"] = self.place()
+        plain["allow_targets"] = self.own_targets()
+        return LLM(str(self.folder()), encoder=self.choice(), max_num_seqs=4, **plain, **options)
+
+    def _compare_with_reference(self, made: ImageEncoder, output: Any, pictures: list[Any]) -> None:
+        """Fail unless the log-probabilities of an answer are those of ``reference``, if it has any."""
+        tokens, scores = _scores(output)
+        prompt = list(output.prompt_token_ids)
+        prepared = [made.prepare(picture) for picture in pictures]
+        expected = self.reference([*prompt, *tokens], prepared)
+        if expected is None:
+            return
+        behind = expected[len(prompt) - 1 : -1]
+        chosen = behind.gather(1, torch.tensor(tokens)[:, None])
+        right = chosen[:, 0].numpy()
+        difference = np.abs(right - scores)
+        assert difference.max() < 1e-4, "log-probabilities differ from the reference"
+
+
+def _answers(llm: LLM, prompts: list[dict[str, Any]]) -> list[Any]:
+    """Return the outputs of greedy requests, none of which may have failed."""
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, logprobs=0)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for output in outputs:
+        assert output.error is None, f"a request with images ended with an error: {output.error}"
+    return outputs
+
+
+def _close(some: list[Any], others: list[Any]) -> bool:
+    """Return whether outputs have the same tokens as others, and almost the same log-probabilities."""
+    for output, other in zip(some, others, strict=True):
+        tokens, scores = _scores(output)
+        other_tokens, other_scores = _scores(other)
+        if tokens != other_tokens:
+            return False
+        difference = np.abs(scores - other_scores)
+        if difference.max() >= 1e-4:
+            return False
+    return True
 
 
 def _digest(found: ImageValues) -> bytes:
     """Return a hash of the prepared values of an image."""
-    return digest_of(np.ascontiguousarray(found.values, np.float32).reshape(-1), found.shape)
+    values = np.ascontiguousarray(found.values, np.float32)
+    return digest_of(values.reshape(-1), found.shape)
 
 
 def _scores(output: Any) -> tuple[list[int], np.ndarray]:
     """Return the generated tokens of an output and their log-probabilities."""
     (out,) = output.outputs
-    logprobs = [next(iter(one.values())).logprob for one in out.logprobs]
-    return list(out.token_ids), np.array(logprobs)
+    return list(out.token_ids), np.array(token_logprobs(out))
