@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,8 @@ class _EvictorMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tree = Tree()
-        self.evictor = self.suite.build(self.suite.context()[0])
+        (ctx,) = self.suite.context()
+        self.evictor = self.suite.build(ctx)
         self.running: list[list[int]] = []  # keys of the blocks of each running sequence
         self.orphans: list[list[int]] = []  # keys of the blocks of each running sequence whose blocks have no parents
 
@@ -76,7 +78,8 @@ class _EvictorMachine(RuleBasedStateMachine):
             info = self.tree.add(key, parent, depth)
             session = np.array([key % 5])
             kind = np.array([key % 6], np.int8)
-            info = replace(info, session=session, kind=kind, evicted=np.array([back]))
+            evicted = np.array([back])
+            info = replace(info, session=session, kind=kind, evicted=evicted)
             self.evictor.add(keys([key]), info)
         elif woken := self.tree.take([key]):
             self.evictor.hold(keys(woken))
@@ -86,7 +89,8 @@ class _EvictorMachine(RuleBasedStateMachine):
         """Append a block to a sequence for each number in ``branches``, which chooses the content of the block."""
         for branch in branches:
             parent = path[-1] if path else 0
-            self._publish(path, key_of(parent, branch), parent)
+            key = key_of(parent, branch)
+            self._publish(path, key, parent)
 
     @rule(branches=st.lists(BRANCH, min_size=1, max_size=5))
     def start(self, branches: list[int]) -> None:
@@ -282,15 +286,20 @@ class EvictorConformance(Lasting, SpecConformance):
 
     def _cache_and_free(self, evictor: Evictor, tree: Tree, path: list[int]) -> None:
         """Add the keys of a path to an evictor and a tree, and free them."""
-        for parent, key in zip([0, *path], path, strict=False):
-            evictor.add(keys([key]), tree.add(key, parent))
-        evictor.free(keys(tree.give(path)))
+        parents = [0, *path]
+        for parent, key in zip(parents, path, strict=False):
+            info = tree.add(key, parent)
+            evictor.add(keys([key]), info)
+        freed = tree.give(path)
+        evictor.free(keys(freed))
 
     def chain(self, n: int) -> list[int]:
         """Return the n keys of one sequence."""
         path: list[int] = []
+        parent = 0
         for _ in range(n):
-            path.append(key_of(path[-1] if path else 0, 0))
+            parent = key_of(parent, 0)
+            path.append(parent)
         return path
 
     def make(self, options: Any, ctx: EvictorContext) -> Evictor:
@@ -373,14 +382,11 @@ class EvictorConformance(Lasting, SpecConformance):
         """Serve random requests, check their tokens, and count the cache hits and evictions."""
         rng = random.Random(seed)
         windows = rng.choice([(None, 5), (None, 5), (None, 3, 9), (None,), (4,)])
+        blocks = [rng.randint(15, 20) for _ in windows]
+        depth = rng.randint(0, 2)
+        budget = rng.randint(6, 40)
         engine = sim_engine(
-            slots=4,
-            max_len=40,
-            blocks=[rng.randint(15, 20) for _ in windows],
-            windows=windows,
-            depth=rng.randint(0, 2),
-            budget=rng.randint(6, 40),
-            evictor=self.make,
+            slots=4, max_len=40, blocks=blocks, windows=windows, depth=depth, budget=budget, evictor=self.make
         )
         requests = []
         for i in range(25):
@@ -392,7 +398,8 @@ class EvictorConformance(Lasting, SpecConformance):
             added = request(engine, f"r{i}", prompt[:16], n=n, max_tokens=max_tokens, ignore_eos=True)
             requests.append(added)
             if rng.random() < 0.05:
-                engine.executor.fail_at.add(engine.planner.step_id + 1)
+                next_step = engine.planner.step_id + 1
+                engine.executor.fail_at.add(next_step)
             for _ in range(rng.randint(0, 9)):
                 engine.step()
                 assert engine.dead is None, engine.dead
@@ -407,8 +414,9 @@ class EvictorConformance(Lasting, SpecConformance):
                 if reason != "error":
                     expected = answer(r.prompt, r.params, sequence.sample, 40)
                     assert (tokens, reason) == expected, f"{r.id}: {tokens}"
-        seen["hit"] += sum(pool.hits for pool in engine.cache.pools)
-        seen["evicted"] += sum(pool.evictions for pool in engine.cache.pools)
+        for pool in engine.cache.pools:
+            seen["hit"] += pool.hits
+            seen["evicted"] += pool.evictions
 
     @since(1, 0)
     def test_every_key_is_there_after_any_number_of_rounds(self) -> None:
@@ -455,16 +463,16 @@ class EvictorConformance(Lasting, SpecConformance):
         tree = Tree()
         path = self.chain(8)
         self._cache_and_free(evictor, tree, path)
-        evictor.hit(keys(path[:5]))
-        evictor.hold(keys(tree.take(path[:5])))
+        prefix = path[:5]
+        evictor.hit(keys(prefix))
+        evictor.hold(keys(tree.take(prefix)))
         victims = evictor.victims(8).tolist()
         assert victims == path[:4:-1], (
             f"victims(8) returned {victims}: expected the three keys that are not held, deepest first"
         )
-        evictor.free(keys(tree.give(path[:5])))
+        evictor.free(keys(tree.give(prefix)))
         found = evictor.victims(8).tolist()
-        expected = path[4::-1]
-        assert found == expected
+        assert found == prefix[::-1]
 
     @since(1, 0)
     def test_the_order_is_the_declared_one(self) -> None:
@@ -507,26 +515,25 @@ class EvictorConformance(Lasting, SpecConformance):
         """
         evictor = self.build(EvictorContext(n + 64, 16, "device"))
         numbers = np.arange(1, n + 33, dtype=np.uint64)
-        every = np.random.default_rng(n).permutation(numbers) << np.uint64(40)
+        shuffled = np.random.default_rng(n).permutation(numbers)
+        every = shuffled << np.uint64(40)
         old = every[:n]
-        new = [every[n + i : n + i + 1] for i in range(8)]
         evictor.add(old, _roots(n))
         evictor.free(old)
-        middle = []
-        for i in range(n // 2 - 4, n // 2 + 4):
-            middle.append(old[i : i + 1])
-        seconds = {
-            "hit": _shortest(evictor.hit, middle),
-            "hold": _shortest(evictor.hold, middle),
-            "free": _shortest(evictor.free, middle),
-            "add": _shortest(lambda key: evictor.add(key, _roots(1)), new),
-            "drop": _shortest(evictor.drop, middle),
-            "victims": _shortest(evictor.victims, [1] * 8),
-        }
-        evictor.free(np.concatenate(new))
+        half = n // 2
+        middle = np.split(old[half - 4 : half + 4], 8)
+        new = every[n : n + 8]
+        seconds = {}
+        for call in ("hit", "hold", "free"):
+            seconds[call] = _shortest(getattr(evictor, call), middle)
+        seconds["add"] = _shortest(lambda key: evictor.add(key, _roots(1)), np.split(new, 8))
+        seconds["drop"] = _shortest(evictor.drop, middle)
+        seconds["victims"] = _shortest(evictor.victims, [1] * 8)
+        evictor.free(new)
         expected = min(n - 8, AT_ONCE)
         victims = set(evictor.victims(expected).tolist())
-        assert len(victims) == expected and victims <= set(every.tolist()), (
+        unknown = victims - set(every.tolist())
+        assert len(victims) == expected and not unknown, (
             f"victims({expected}) returned {len(victims)} keys while {n - 8} are free"
         )
         return seconds
@@ -564,14 +571,13 @@ class EvictorConformance(Lasting, SpecConformance):
         evictor.free(keys(tree.give(roots)))
         info = tree.add(new, 0)
         middle = keys([roots[n // 2]])
-        return {
-            "add": _count(lambda: evictor.add(keys([new]), info)),
-            "hit": _count(lambda: evictor.hit(middle)),
-            "hold": _count(lambda: evictor.hold(middle)),
-            "free": _count(lambda: evictor.free(middle)),
-            "drop": _count(lambda: evictor.drop(middle)),
-            "victims": min(_count(lambda: evictor.victims(1)) for _ in range(5)),
-        }
+        steps = {"add": _count(lambda: evictor.add(keys([new]), info))}
+        for name in ("hit", "hold", "free", "drop"):
+            call = getattr(evictor, name)
+            steps[name] = _count(partial(call, middle))
+        of_victims = [_count(lambda: evictor.victims(1)) for _ in range(5)]
+        steps["victims"] = min(of_victims)
+        return steps
 
 
 def _roots(n: int) -> BlockInfo:

@@ -14,8 +14,10 @@ import numpy as np
 
 from minivllm.core.interfaces.evictor import BlockInfo
 
+Numbers = Sequence[int] | np.ndarray
 
-def keys(values: Sequence[int] | np.ndarray) -> np.ndarray:
+
+def keys(values: Numbers) -> np.ndarray:
     """Return keys as a uint64 array, the form in which an evictor receives them."""
     return np.array(values, np.uint64)
 
@@ -30,9 +32,7 @@ def key_of(parent: int, branch: int) -> int:
     return x ^ x >> 27
 
 
-def block_info(
-    parent: Sequence[int] | np.ndarray, depth: Sequence[int] | np.ndarray, tenant: Sequence[int] | np.ndarray
-) -> BlockInfo:
+def block_info(parent: Numbers, depth: Numbers, tenant: Numbers) -> BlockInfo:
     """Return the information about some blocks of 4,096 bytes that an evictor receives.
 
     The cost of a block grows with its depth.
@@ -67,8 +67,8 @@ class Tree:
     def path(self, key: int) -> list[int]:
         """Return the ancestors of a key and the key itself, parents first."""
         path = [key]
-        while self.parent[path[-1]]:
-            path.append(self.parent[path[-1]])
+        while parent := self.parent[path[-1]]:
+            path.append(parent)
         return path[::-1]
 
     def add(self, key: int, parent: int, depth: int = 0) -> BlockInfo:
@@ -108,8 +108,9 @@ class Tree:
     def remove(self, key: int) -> None:
         """Remove a key that was evicted or dropped."""
         self.gone.add(key)
-        if self.parent[key]:
-            self.children[self.parent[key]] -= 1
+        parent = self.parent[key]
+        if parent:
+            self.children[parent] -= 1
         for column in (self.parent, self.depth, self.refs, self.children, self.added, self.hits):
             del column[key]
 
@@ -132,7 +133,8 @@ class Tree:
             ripe = (key for key in free if not children[key])
             key = min(ripe, key=lambda key: rank(self, key))
             free.remove(key)
-            if self.parent[key]:
-                children[self.parent[key]] -= 1
+            parent = self.parent[key]
+            if parent:
+                children[parent] -= 1
             victims.append(key)
         return victims
