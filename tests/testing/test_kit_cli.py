@@ -37,7 +37,7 @@ def test_a_failure_shows_rule_values_and_place_and_the_report_has_every_outcome(
     assert main([WRONG, "-k", "held_again or share_no_state", "--json", str(tmp_path / "r.json")]) == 1
     out = capsys.readouterr().out
     assert f"FAIL  {HELD}" in out
-    assert "rule  Check that the prefix that a new request hit is not evicted until the request frees it." in out
+    assert "rule  Check that the keys of a prefix that a new request uses are not evicted before the request" in out
     assert "expected the three keys that are not held" in " ".join(out.split())
     assert "minivllm/testing/evictor.py:" in out and "does not conform" in out
     report = json.loads((tmp_path / "r.json").read_text())
