@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -24,14 +24,25 @@ from minivllm.errors import MinivllmError
 
 from .base import Seen, since
 from .kept import Lasting
-from .kvformat_sizes import KVFormatSizes
+from .kvformat_data import (
+    Cache,
+    all_but,
+    all_values,
+    assert_bits,
+    cast_within,
+    copies,
+    edges_of,
+    number_of_blocks,
+    same_bits,
+)
+from .kvformat_sizes import KVFormatSizes, Layer
 from .spec import SpecConformance
 from .waiting import no_wait, waits
 
 DTYPES = ("float32", "bfloat16", "float16")
 KINDS = ("normal", "sizes", "zeros", "edges", "large", "tiny")  # kinds of random numbers to store
 FLOOR = 1e-5  # absolute error that is allowed for tiny numbers, for which the scales of a format may be too coarse
-Cache = dict[str, Tensor]
+BLOCKS_TO_LOAD: tuple[list[Any], ...] = ([[5, 0, 3], [1, 1, 4]], [2], [[[0], [5]]], [4, 3, 2, 1, 0, 5, 5])
 ENDLESS = (
     "(a scale overflowed, or 0 was divided by 0; if the scales of the format have a smaller range, set `largest` in a "
     "test class)"
@@ -98,9 +109,11 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         """
         fmt = self.build()
         served = []
-        for heads, dim, block in itertools.product(self.kv_heads, self.dims, self.blocks):
-            if self.layout(fmt, AttnSpec(heads, heads, dim, dim), block) is not None:
-                served.append((heads, dim, block))
+        for sizes in itertools.product(self.kv_heads, self.dims, self.blocks):
+            heads, dim, block = sizes
+            spec = AttnSpec(heads, heads, dim, dim)
+            if self.layout(fmt, spec, block) is not None:
+                served.append(sizes)
         assert served, (
             f"layout refuses all of kv_heads {list(self.kv_heads)}, dims {list(self.dims)} and blocks "
             f"{list(self.blocks)}: set kv_heads, dims and blocks in a test class to sizes that the format serves"
@@ -139,26 +152,34 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         scaled = self._scaled(fmt)
         x = torch.randn(shape)
         if kind == "sizes":
-            exponent = torch.randint(-4, 4, (*shape[:-1], 1))
+            one_of_each_head = (*shape[:-1], 1)
+            exponent = torch.randint(-4, 4, one_of_each_head)
             x = x * 10.0**exponent
         elif kind == "zeros":
-            x = x * (torch.rand(shape) < 0.3)
+            kept = torch.rand(shape) < 0.3
+            x = x * kept
         # one factor for all numbers, because the allowed error depends on the greatest of them
         elif kind in ("large", "tiny"):
-            most = math.log10(min(self.largest, torch.finfo(target).max / 8))
+            limit = torch.finfo(target).max / 8
+            most = math.log10(min(self.largest, limit))
             if kind == "large":
-                exponent = random.uniform(min(3.0, most), most)
+                least = min(3.0, most)
+                exponent = random.uniform(least, most)
             else:
                 exponent = random.uniform(-44.0, -6.0)
             largest = 10**most
-            x = (x.double() * 10**exponent).clamp(-largest, largest)
+            unlimited = x.double() * 10**exponent
+            x = unlimited.clamp(-largest, largest)
         elif kind == "edges" and not scaled:
-            edges = _edges(target, getattr(torch, fmt.dtype))
-            x = edges[torch.randint(0, 16, shape)]
+            stored = getattr(torch, fmt.dtype)
+            edges = edges_of(target, stored)
+            chosen = torch.randint(0, 16, shape)
+            x = edges[chosen]
         if scaled:
             return x.to(target)
         stored = getattr(torch, fmt.dtype)
-        return _cast_within(x, torch.finfo(stored).max, target)
+        most = torch.finfo(stored).max
+        return cast_within(x, most, target)
 
     # ---- making caches -------------------------------------------------------------------------------------------
 
@@ -171,13 +192,19 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         torch.manual_seed(0)
         spec = self.spec_of()
         block = self.block()
-        cache = self.cache(instance.layout(spec, block), 3)
-        k, v = torch.randn(2, 3, spec.kv_heads, spec.dim_qk, device=self.place())
-        slots = torch.tensor([3 * block - 1, 1, block], device=self.place())
+        layout = instance.layout(spec, block)
+        cache = self.cache(layout, 3)
+        shape = (3, spec.kv_heads, spec.dim_qk)
+        k, v = torch.randn(2, *shape, device=self.place())
+        slots = self._numbers([3 * block - 1, 1, block])
         instance.store(cache, k, v, slots)
-        blocks = torch.tensor([0, 2, 1], device=self.place())
+        blocks = self._numbers([0, 2, 1])
         loaded = instance.load(cache, blocks, torch.float32)
         return [x.tolist() for x in loaded]
+
+    def _numbers(self, values: Iterable[int]) -> Tensor:
+        """Return slots or blocks as a tensor on the device of the test."""
+        return torch.tensor(list(values), dtype=torch.int64, device=self.place())
 
     def cache(self, layout: KVLayout, blocks: int, fill: bool = False) -> Cache:
         """Return the cache tensors that the engine allocates for some blocks.
@@ -210,30 +237,41 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         """Return a hypothesis strategy for AttnSpecs; in a third of them the values are a part of the keys."""
         heads = st.sampled_from(self.sizes["kv_heads"])
         dims = st.sampled_from(self.sizes["dims"])
-        plain = st.builds(lambda h, a, b: AttnSpec(h, h, a, b), heads, dims, dims)
-        in_k = st.builds(lambda h, a, b: AttnSpec(h, h, max(a, b), min(a, b), v_in_k=True), heads, dims, dims)
-        return st.one_of(plain, plain, in_k)
 
-    def _values(self, fmt: KVFormat, spec: AttnSpec, kind: str, n: int, dtype: str) -> tuple[Tensor, Tensor]:
+        def plain(h: int, dim_qk: int, dim_v: int) -> AttnSpec:
+            return AttnSpec(h, h, dim_qk, dim_v)
+
+        def in_k(h: int, a: int, b: int) -> AttnSpec:
+            return AttnSpec(h, h, max(a, b), min(a, b), v_in_k=True)
+
+        separate = st.builds(plain, heads, dims, dims)
+        shared = st.builds(in_k, heads, dims, dims)
+        return st.one_of(separate, separate, shared)
+
+    def _values(self, layer: Layer, kind: str, n: int, dtype: str) -> tuple[Tensor, Tensor]:
         """Return random k and v of n tokens, as slices of one tensor like the output of a merged projection."""
-        shape = (n, spec.kv_heads, spec.dim_qk)
-        k = self.numbers(kind, shape, dtype, fmt)
-        v = k[..., : spec.dim_v]
-        if not spec.v_in_k:
-            shape_v = (n, spec.kv_heads, spec.dim_v)
-            v = self.numbers(kind, shape_v, dtype, fmt)
-        merged = torch.cat([k.flatten(1), v.flatten(1)], dim=1).to(self.place())
-        sizes = [spec.kv_heads * spec.dim_qk, spec.kv_heads * spec.dim_v]
-        flat_k, flat_v = merged.split(sizes, dim=1)
-        return flat_k.view(k.shape), flat_v.view(v.shape)
+        spec = layer.spec
+        shape_k = (n, spec.kv_heads, spec.dim_qk)
+        shape_v = (n, spec.kv_heads, spec.dim_v)
+        k = self.numbers(kind, shape_k, dtype, layer.fmt)
+        if spec.v_in_k:
+            v = k[..., : spec.dim_v]
+        else:
+            v = self.numbers(kind, shape_v, dtype, layer.fmt)
+        flat = [k.flatten(1), v.flatten(1)]
+        merged = torch.cat(flat, dim=1).to(self.place())
+        widths = [math.prod(shape_k[1:]), math.prod(shape_v[1:])]
+        flat_k, flat_v = merged.split(widths, dim=1)
+        return flat_k.view(shape_k), flat_v.view(shape_v)
 
-    def _load(self, fmt: KVFormat, spec: AttnSpec, cache: Cache, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    def _load(self, layer: Layer, cache: Cache, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Return k and v [slots, kv_heads, dim] of the whole cache, on the CPU."""
-        n = len(next(iter(cache.values())))
-        every = torch.arange(n, device=self.place())
-        k, v = fmt.load(cache, every, dtype)
-        stored_v = k if spec.v_in_k else v
-        return [k.cpu(), stored_v[..., : spec.dim_v].cpu()]
+        every = self._numbers(range(number_of_blocks(cache)))
+        k, v = layer.fmt.load(cache, every, dtype)
+        if layer.spec.v_in_k:
+            v = k
+        v = v[..., : layer.spec.dim_v]
+        return [k.cpu(), v.cpu()]
 
     # ---- what is stored comes back -------------------------------------------------------------------------------
 
@@ -268,66 +306,77 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
                 return
             blocks = -(-n // block) + 3
             cache = self.cache(layout, blocks, fill=True)
-            slots = torch.randperm((blocks - 1) * block)[:n]
+            places = torch.randperm((blocks - 1) * block)
+            slots = places[:n]
             if seed % 2:
                 slots = slots.sort().values
-            values = self._values(fmt, spec, kind, n, dtype)
-            self._check_store(fmt, spec, block, cache, values, slots, f"{dtype} {kind}, {n} tokens")
+            layer = Layer(fmt, spec, block)
+            values = self._values(layer, kind, n, dtype)
+            self._check_store(layer, cache, values, slots, f"{dtype} {kind}, {n} tokens")
             seen[kind] += 1
             seen["v_in_k" if spec.v_in_k else "v"] += 1
             seen["none"] += n == 0
             seen["odd"] += spec.dim_qk % 2 * n
 
         few = 5 if seen["refused"] else 20
-        seen.require(normal=few, sizes=few, zeros=few, edges=few, large=few, tiny=few, v=few)
-        if not seen["refused"]:
-            has_odd = any(dim % 2 for dim in self.sizes["dims"])
-            seen.require(none=2, v_in_k=20, odd=20 if has_odd else 0)
+        seen.require(v=few, **dict.fromkeys(KINDS, few))
+        if seen["refused"]:
+            return
+        seen.require(none=2, v_in_k=20)
+        if any(dim % 2 for dim in self.sizes["dims"]):
+            seen.require(odd=20)
 
-    def _check_store(
-        self, fmt: KVFormat, spec: AttnSpec, block: int, cache: Cache, values: tuple, slots: Tensor, case: str
-    ) -> None:
+    def _check_store(self, layer: Layer, cache: Cache, values: tuple, slots: Tensor, case: str) -> None:
         """Store k and v of some tokens, and fail unless exactly their slots change and hold them.
 
         ``values`` are k and v [T, kv_heads, dim], ``slots`` int64 [T].  ``case`` describes the test in messages.
         """
-        case = f"{case}, block={block}, {spec}"
-        loaded_before = self._load(fmt, spec, cache)
-        cache_before = {name: x.clone() for name, x in cache.items()}
+        block = layer.block
+        case = f"{case}, block={block}, {layer.spec}"
+        loaded_before = self._load(layer, cache)
+        cache_before = copies(cache)
         originals = [x.clone() for x in values]
-        fmt.store(cache, *values, slots.to(self.place()))
+        layer.fmt.store(cache, *values, slots.to(self.place()))
         for name, x, original in zip("kv", values, originals, strict=True):
-            assert _same(x, original), f"store changed its argument {name}"
-        tiny = all(float(x.abs().max()) < FLOOR for x in originals if x.numel())
-        floor = FLOOR if tiny and self._scaled(fmt) else 0.0
-        limits = [limit + floor for limit in self._limits(fmt, spec, originals)]
-        others = torch.ones(len(loaded_before[0]), dtype=torch.bool)
-        others = others.index_fill_(0, slots, False)
-        for i, (name, loaded) in enumerate(zip("kv", self._load(fmt, spec, cache), strict=True)):
+            assert same_bits(x, original), f"store changed its argument {name}"
+        floor = self._floor(layer.fmt, originals)
+        limits = self._limits(layer, originals)
+        others = all_but(slots, len(loaded_before[0]))
+        loaded_after = self._load(layer, cache)
+        for i, name in enumerate("kv"):
+            loaded = loaded_after[i]
             stored = originals[i].cpu()
-            self._check_close(name, loaded[slots], stored, limits[i], slots, block, case)
-            changed = (loaded != loaded_before[i]).flatten(1).any(1) & others
+            limit = limits[i] + floor
+            self._check_close(name, loaded[slots], stored, limit, slots, block, case)
+            differs = (loaded != loaded_before[i]).flatten(1)
+            changed = differs.any(1) & others
             places = []
             for slot in changed.nonzero()[:4]:
                 places.append(divmod(int(slot), block))
             assert not places, f"store changed {name} of slots that were not named, (block, offset) {places}: {case}"
-        number = len(next(iter(cache.values())))
-        rest = torch.ones(number, dtype=torch.bool).index_fill_(0, slots // block, False)
+        rest = all_but(slots // block, number_of_blocks(cache))
         rest = rest.to(self.place())
         for name, x in cache.items():
-            same = _same(x[rest], cache_before[name][rest])
+            same = same_bits(x[rest], cache_before[name][rest])
             assert same, f"store changed tensor {name!r} of blocks that have no named slot: {case}"
 
-    def _limits(self, fmt: KVFormat, spec: AttnSpec, values: Sequence[Tensor]) -> list[Tensor]:
+    def _floor(self, fmt: KVFormat, values: Sequence[Tensor]) -> float:
+        """Return the error that is allowed besides ``allowed``: ``FLOOR`` for tiny numbers in a format with scales."""
+        greatest = [float(x.abs().max()) for x in values if x.numel()]
+        tiny = all(number < FLOOR for number in greatest)
+        return FLOOR if tiny and self._scaled(fmt) else 0.0
+
+    def _limits(self, layer: Layer, values: Sequence[Tensor]) -> list[Tensor]:
         """Return the allowed errors of k and v.
 
         If the values are a part of the keys, they have the keys' allowed errors.
         """
-        of_k = self.allowed(fmt, values[0].cpu())
-        if spec.v_in_k:
-            of_v = of_k[..., : spec.dim_v]
+        k, v = (x.cpu() for x in values)
+        of_k = self.allowed(layer.fmt, k)
+        if layer.spec.v_in_k:
+            of_v = of_k[..., : layer.spec.dim_v]
         else:
-            of_v = self.allowed(fmt, values[1].cpu())
+            of_v = self.allowed(layer.fmt, v)
         return [of_k, of_v]
 
     def _check_close(
@@ -340,13 +389,17 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         assert loaded.shape == stored.shape, (
             f"load returned {name} of {tuple(loaded.shape[1:])} for a token: expected {tuple(stored.shape[1:])}"
         )
-        error = (loaded.double() - stored.double()).abs()
-        right = (error <= limit) | (loaded.double() == stored.double())  # equal infinities have a difference of NaN
+        loaded = loaded.double()
+        stored = stored.double()
+        near = (loaded - stored).abs() <= limit
+        right = near | (loaded == stored)  # equal infinities have a difference of NaN
         if right.all():
             return
-        index = tuple((~right).nonzero()[0].tolist())
+        wrong = (~right).nonzero()
+        index = tuple(wrong[0].tolist())
         token, head, i = index
-        number, offset = divmod(int(slots[token]), block)
+        slot = int(slots[token])
+        number, offset = divmod(slot, block)
         raise AssertionError(
             f"{name} at block {number} + {offset}, head {head}, element {i}: stored {float(stored[index]):.9g}, "
             f"loaded {float(loaded[index]):.9g}, allowed error {float(limit[index]):.3g}; {case}\n"
@@ -369,7 +422,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         place = self.place()
         for name in held:
             dtype = getattr(torch, name)
-            values = _all_values(dtype)
+            values = all_values(dtype)
             missing = -len(values) % (spec.kv_heads * spec.dim_qk)
             padded = torch.nn.functional.pad(values, (0, missing))
             k = padded.view(-1, spec.kv_heads, spec.dim_qk)
@@ -381,9 +434,9 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             cache = self.cache(layout, blocks)
             slots = torch.arange(n, device=place)
             fmt.store(cache, k.to(place), v.to(place), slots)
-            loaded_k, loaded_v = self._load(fmt, spec, cache, dtype)
-            _assert_bits(f"k in {name}", loaded_k[:n], k)
-            _assert_bits(f"v in {name}", loaded_v[:n], v)
+            loaded_k, loaded_v = self._load(Layer(fmt, spec, block), cache, dtype)
+            assert_bits(f"k in {name}", loaded_k[:n], k)
+            assert_bits(f"v in {name}", loaded_v[:n], v)
 
     @since(1, 0)
     def test_load_gives_blocks_in_the_order_asked_for_and_in_each_dtype(self) -> None:
@@ -392,7 +445,8 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         A block may be named twice.  The result in each dtype is the float32 result, cast.  A format with scales may
         multiply in that dtype.
         """
-        for spec in (self.spec_of(small=True), self.spec_of(3, in_k=True)):
+        layers = (self.spec_of(small=True), self.spec_of(3, in_k=True))
+        for spec in layers:
             for block in self.sizes["blocks"]:
                 torch.manual_seed(block)
                 fmt = self.build()
@@ -400,43 +454,46 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
                 if layout is None:
                     continue
                 cache = self.cache(layout, 6)
-                k, v = self._values(fmt, spec, "normal", 6 * block, "float32")
-                every = torch.arange(6 * block, device=self.place())
+                layer = Layer(fmt, spec, block)
+                k, v = self._values(layer, "normal", 6 * block, "float32")
+                every = self._numbers(range(6 * block))
                 fmt.store(cache, k, v, every)
-                before = {name: x.clone() for name, x in cache.items()}
-                loaded = self._load(fmt, spec, cache)
+                before = copies(cache)
+                loaded = self._load(layer, cache)
                 whole = [x.unflatten(0, (6, block)) for x in loaded]
-                for blocks in ([[5, 0, 3], [1, 1, 4]], [2], [[[0], [5]]], [4, 3, 2, 1, 0, 5, 5]):
-                    self._check_load(fmt, spec, cache, torch.tensor(blocks), whole, block)
+                for blocks in BLOCKS_TO_LOAD:
+                    self._check_load(layer, cache, torch.tensor(blocks), whole)
                 for name, x in cache.items():
-                    assert _same(x, before[name]), f"load changed tensor {name!r} of the cache"
+                    assert same_bits(x, before[name]), f"load changed tensor {name!r} of the cache"
 
-    def _check_load(
-        self, fmt: KVFormat, spec: AttnSpec, cache: Cache, blocks: Tensor, whole: Sequence[Tensor], block: int
-    ) -> None:
+    def _check_load(self, layer: Layer, cache: Cache, blocks: Tensor, whole: Sequence[Tensor]) -> None:
         """Fail unless ``load`` returns some blocks of the cache, in each dtype.
 
         ``whole`` has k and v of all blocks, float32 [blocks, block, kv_heads, dim].
         """
+        dims = blocks.dim()
+        asked = blocks.to(self.place())
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            k, v = fmt.load(cache, blocks.to(self.place()), dtype)
-            for name, loaded, every in zip("kv", (k, v[..., : spec.dim_v]), whole, strict=True):
-                flat = every[blocks].flatten(blocks.dim() - 1, blocks.dim())
+            k, v = layer.fmt.load(cache, asked, dtype)
+            v = v[..., : layer.spec.dim_v]
+            for name, loaded, every in zip("kv", (k, v), whole, strict=True):
+                flat = every[blocks].flatten(dims - 1, dims)
                 expected = flat.to(dtype)
                 assert loaded.shape == expected.shape and loaded.dtype == dtype, (
                     f"load of {tuple(blocks.shape)} blocks returned {name} {tuple(loaded.shape)} {loaded.dtype}: "
                     f"expected {tuple(expected.shape)} {dtype}"
                 )
                 expected = expected.double()
-                if self._scaled(fmt):
+                if self._scaled(layer.fmt):
                     relative = 2 * torch.finfo(dtype).eps
                 else:
                     relative = 0.0
                 error = (loaded.cpu().double() - expected).abs()
-                wrong = (error > relative * expected.abs()).nonzero()
+                limit = relative * expected.abs()
+                wrong = (error > limit).nonzero()
                 if len(wrong):
                     index = wrong[0].tolist()
-                    named = blocks[tuple(index[: blocks.dim() - 1])].tolist()
+                    named = blocks[tuple(index[: dims - 1])].tolist()
                     raise AssertionError(f"load of blocks {named} in {dtype}: {name} differs first at {index}")
 
     @since(1, 0)
@@ -447,27 +504,32 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         """
         spec = self.spec_of(small=True)
         block = self.block()
-        place = self.place()
         for dtype in self.dtypes():
             torch.manual_seed(2)
             fmt = self.build()
+            layer = Layer(fmt, spec, block)
             layout = fmt.layout(spec, block)
             few = min(block, 4)  # number of slots of a block to fill
-            chosen = [*range(block, block + few), *range(3 * block, 3 * block + few), 2 * block]
-            slots = torch.tensor(chosen, device=place)
+            filled = range(few)
+            chosen = [block + i for i in filled]
+            chosen += [3 * block + i for i in filled]
+            chosen.append(2 * block)
+            slots = self._numbers(chosen)
             together = self.cache(layout, 4, fill=True)
             singly = self.cache(layout, 4, fill=True)
-            k, v = self._values(fmt, spec, "sizes", len(chosen), dtype)
+            k, v = self._values(layer, "sizes", len(chosen), dtype)
             fmt.store(together, k, v, slots)
             fmt.store(singly, k.flip(0), v.flip(0), slots)
             # each step writes to the same tensors, as steps of the engine may
-            step = [x[:1].clone() for x in (k, v, slots)]
+            passed = (k, v, slots)
+            step = [x[:1].clone() for x in passed]
             for i in range(len(chosen)):
-                for x, values in zip(step, (k, v, slots), strict=True):
+                for x, values in zip(step, passed, strict=True):
                     x.copy_(values[i : i + 1])
                 fmt.store(singly, *step)
-            loaded = zip("kv", self._load(fmt, spec, together), self._load(fmt, spec, singly), strict=True)
-            for name, expected, x in loaded:
+            at_once = self._load(layer, together)
+            one_by_one = self._load(layer, singly)
+            for name, expected, x in zip("kv", at_once, one_by_one, strict=True):
                 differ = []
                 for slot in chosen:
                     if not torch.equal(expected[slot], x[slot]):
@@ -486,18 +548,24 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             fmt = self.build()
             layout = fmt.layout(spec, block)
             cache = self.cache(layout, 3, fill=True)
-            before = self._load(fmt, spec, cache)
-            values = self._values(fmt, spec, "normal", 6, dtype)
+            layer = Layer(fmt, spec, block)
+            before = self._load(layer, cache)
+            values = self._values(layer, "normal", 6, dtype)
             slots = torch.tensor([0, 3 * block - 1, 0, 0, block, 0])
             fmt.store(cache, *values, slots.to(self.place()))
             live = slots > 0
-            others = [slot for slot in range(3 * block) if slot not in slots.tolist()]
-            limits = self._limits(fmt, spec, values)
+            live_slots = slots[live]
+            others = all_but(slots, 3 * block)
+            limits = self._limits(layer, values)
             case = f"{dtype}, slots {slots.tolist()}"
-            for i, (name, loaded) in enumerate(zip("kv", self._load(fmt, spec, cache), strict=True)):
+            loaded_after = self._load(layer, cache)
+            for i, name in enumerate("kv"):
+                loaded = loaded_after[i]
                 stored = values[i].cpu()[live]
-                self._check_close(name, loaded[slots[live]], stored, limits[i][live], slots[live], block, case)
-                assert torch.equal(loaded[others], before[i][others]), f"{name} of other slots changed, {dtype}"
+                limit = limits[i][live]
+                self._check_close(name, loaded[live_slots], stored, limit, live_slots, block, case)
+                same = torch.equal(loaded[others], before[i][others])
+                assert same, f"{name} of other slots changed, {dtype}"
 
     # ---- the layout ----------------------------------------------------------------------------------------------
 
@@ -524,7 +592,8 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         for name, tensor in layout.tensors.items():
             known = tensor.dtype in DTYPE_BYTES and hasattr(torch, tensor.dtype)
             assert known, f"tensor {name!r}: unknown dtype {tensor.dtype!r}"
-            assert all(isinstance(n, int) and n > 0 for n in tensor.shape), f"tensor {name!r}: shape {tensor.shape}"
+            positive = [isinstance(n, int) and n > 0 for n in tensor.shape]
+            assert all(positive), f"tensor {name!r}: shape {tensor.shape}"
 
     @since(1, 0)
     def test_values_that_lie_in_the_keys_are_not_kept_twice(self) -> None:
@@ -553,11 +622,13 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         spec = self.spec_of()
         block = self.block()
         fmt = self.build()
+        layer = Layer(fmt, spec, block)
+        layout = fmt.layout(spec, block)
         for dtype in self.dtypes():
-            cache = self.cache(fmt.layout(spec, block), 3)
-            k, v = self._values(fmt, spec, "normal", block, dtype)
-            slots = torch.arange(block, device=self.place())
-            blocks = torch.arange(3, device=self.place())
+            cache = self.cache(layout, 3)
+            k, v = self._values(layer, "normal", block, dtype)
+            slots = self._numbers(range(block))
+            blocks = self._numbers(range(3))
             with waits(self.place()) as found:
                 fmt.store(cache, k, v, slots)
             no_wait(found, "store()")
@@ -568,80 +639,29 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
     @since(1, 0)
     def test_a_format_has_no_state(self) -> None:
         """Check that one instance that serves layers of different sizes stores the same as an instance per layer."""
-        specs = (self.spec_of(4), self.spec_of(1, small=True))
+        block = self.block()
         shared = self.build()
-        formats = (self.build(), self.build())
-        expected = self._of_layers(formats, specs)
-        found = self._of_layers((shared, shared), specs)
-        for i, (layer, expected_layer) in enumerate(zip(found, expected, strict=True)):
-            for name, x, y in zip("kv", layer, expected_layer, strict=True):
+        layers = []
+        layers_of_shared = []
+        for spec in (self.spec_of(4), self.spec_of(1, small=True)):
+            layers.append(Layer(self.build(), spec, block))
+            layers_of_shared.append(Layer(shared, spec, block))
+        expected = self._of_layers(layers)
+        found = self._of_layers(layers_of_shared)
+        for i, loaded in enumerate(found):
+            for name, x, y in zip("kv", loaded, expected[i], strict=True):
                 assert torch.equal(x, y), f"{name} of layer {i} of 2 differs if one instance serves both"
 
-    def _of_layers(self, formats: Sequence[KVFormat], specs: Sequence[AttnSpec]) -> list[list[Tensor]]:
+    def _of_layers(self, layers: Sequence[Layer]) -> list[list[Tensor]]:
         """Store the same tokens in the cache of each layer with its own format, and return k and v of each cache."""
         torch.manual_seed(3)
-        layers = list(zip(formats, specs, strict=True))
-        caches = [self.cache(fmt.layout(spec, self.block()), 6) for fmt, spec in layers]
-        for (fmt, spec), cache in zip(layers, caches, strict=True):
-            dtype = self.dtypes()[0]
-            values = self._values(fmt, spec, "normal", 6, dtype)
-            slots = torch.arange(6, device=self.place())
-            fmt.store(cache, *values, slots)
-        loaded = []
-        for (fmt, spec), cache in zip(layers, caches, strict=True):
-            loaded.append(self._load(fmt, spec, cache))
-        return loaded
-
-
-def _all_values(dtype: torch.dtype) -> Tensor:
-    """Return every value of a 16-bit dtype, or random and extreme values of float32."""
-    if dtype != torch.float32:
-        codes = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
-        return codes.view(dtype)
-    torch.manual_seed(1)
-    codes = torch.randint(-(1 << 31), 1 << 31, (1 << 16,)).to(torch.int32)
-    values = codes.view(torch.float32)
-    special = torch.tensor([torch.inf, -torch.inf, torch.nan])
-    parts = [values, _edges(dtype, dtype), special]
-    return torch.cat(parts)
-
-
-def _edges(dtype: torch.dtype, stored: torch.dtype) -> Tensor:
-    """Return sixteen numbers of a dtype at the limits of the dtype ``stored``, as float32."""
-    infos = (torch.finfo(stored), torch.finfo(dtype))
-    most = min(info.max for info in infos)
-    least = max(info.smallest_normal for info in infos)
-    subnormal = max(info.smallest_normal * info.eps for info in infos)  # the smallest positive number
-    eps = max(info.eps for info in infos)
-    values = [0.0, -0.0, most, -most, most / 2, least, -least, least / 2, subnormal, -subnormal, 3 * subnormal]
-    values += [1.0, -1.0, 1 + eps, 1 - eps, 257.0]
-    exact = torch.tensor(values, dtype=torch.float64)
-    return _cast_within(exact, most, dtype).float()
-
-
-def _cast_within(x: Tensor, most: float, dtype: torch.dtype) -> Tensor:
-    """Cast numbers to a dtype, but not above ``most``: the cast of 65504 to bfloat16 is 65536."""
-    x = x.clamp(-most, most).to(dtype)
-    rounded_up = x.float().abs() > most
-    smaller = x * (1 - torch.finfo(dtype).eps)
-    return torch.where(rounded_up, smaller, x)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of the same shape have the same bits."""
-    bits = a.contiguous().view(torch.uint8)
-    return torch.equal(bits, b.contiguous().view(torch.uint8))
-
-
-def _assert_bits(name: str, loaded: Tensor, stored: Tensor) -> None:
-    """Fail unless loaded values have the bits of the stored ones; any NaN equals any other NaN."""
-    ints = {2: torch.int16, 4: torch.int32}[stored.element_size()]
-    bits = loaded.contiguous().view(ints)
-    differ = bits != stored.contiguous().view(ints)
-    wrong = differ & ~(loaded.isnan() & stored.isnan())
-    if wrong.any():
-        index = tuple(wrong.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{name}: {int(wrong.sum())} of {stored.numel()} values came back changed, {float(stored[index])!r} as "
-            f"{float(loaded[index])!r}"
-        )
+        caches = []
+        for layer in layers:
+            layout = layer.fmt.layout(layer.spec, layer.block)
+            caches.append(self.cache(layout, 6))
+        slots = self._numbers(range(6))
+        dtype = self.dtypes()[0]
+        for layer, cache in zip(layers, caches, strict=True):
+            values = self._values(layer, "normal", 6, dtype)
+            layer.fmt.store(cache, *values, slots)
+        return [self._load(layer, cache) for layer, cache in zip(layers, caches, strict=True)]

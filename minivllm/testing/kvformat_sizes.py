@@ -5,11 +5,13 @@ change.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.core.interfaces.kvformat import KVFormat
 
 from .base import since
 
@@ -18,6 +20,15 @@ DIMS = (192, 256, 576)  # numbers of elements of a head
 TOKENS = 700  # number of tokens of a step
 SLOTS = 70_000  # number of slots of a cache
 MOST = 1 << 26  # most elements of a cache
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A format, the attention layer whose keys and values it stores, and the tokens of a block."""
+
+    fmt: KVFormat
+    spec: AttnSpec
+    block: int
 
 
 class KVFormatSizes:
@@ -83,9 +94,10 @@ class KVFormatSizes:
             last = blocks * block - 1
             parts = [torch.tensor([last]), torch.randperm(last - block)[: tokens - 1] + block]
             chosen = torch.cat(parts)
-            values = self._values(fmt, spec, "normal", tokens, dtype)
+            layer = Layer(fmt, spec, block)
+            values = self._values(layer, "normal", tokens, dtype)
             case = f"{dtype}, {tokens} tokens in {blocks} blocks"
-            self._check_store(fmt, spec, block, cache, values, chosen, case)
+            self._check_store(layer, cache, values, chosen, case)
 
     @since(1, 0)
     def test_what_load_gave_stays_as_it_is(self) -> None:
