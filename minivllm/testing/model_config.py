@@ -60,6 +60,21 @@ def logits(hf: Any, tokens: Sequence[int]) -> Tensor:
         return output.logits[0].float()
 
 
+def largest(difference: Tensor) -> float:
+    """Return the largest absolute value of a tensor."""
+    return float(difference.abs().max())
+
+
+def tolerance_of(want: Tensor, half: Tensor | None) -> float:
+    """Return the largest allowed difference of a logit from ``want``.
+
+    ``half`` has the logits that transformers computes in half precision, and None means float32.
+    """
+    if half is None:
+        return max(1e-4, 2e-5 * largest(want))
+    return 4 * largest(half - want) + 1e-3
+
+
 def unstable(hf: Any, tokens: Sequence[int], limit: float) -> bool:
     """Return whether logits move by more than ``limit`` when noise of 1e-5 of their size is added to the embeddings.
 
@@ -74,7 +89,6 @@ def unstable(hf: Any, tokens: Sequence[int], limit: float) -> bool:
     want = logits(hf, tokens)
     handle = hf.get_input_embeddings().register_forward_hook(add_noise)
     try:
-        differences = ((logits(hf, tokens) - want).abs().max() for _ in range(8))
-        return any(float(difference) > limit for difference in differences)
+        return any(largest(logits(hf, tokens) - want) > limit for _ in range(8))
     finally:
         handle.remove()

@@ -18,6 +18,7 @@ TOKENS = (1, 2, 3, 8, 33, 65, 300)
 # (output rows of each part, number of inputs) of modules to test
 SHAPES = (((24, 8), 64), ((3, 17, 1), 33), ((129,), 31), ((5,), 1), ((128, 64, 64), 256))
 LONG = ((5, 3), 4100)  # a module with more inputs than one iteration of most kernels reads, and not a multiple of it
+MORE_SHAPES = (*SHAPES, ((3, 5), 7), ((1,), 3), ((7, 1), 129))
 SHARED = (((24, 12), 48), ((768, 384), 1536))  # modules whose sizes 2, 3 and 4 processes can share evenly
 KINDS = ("linear", "linear", "linear", "lm_head", "embedding")
 
@@ -34,7 +35,8 @@ def random_weight(info: ModuleInfo) -> Tensor:
 
 def numbers(traits: Mapping[str, Any]) -> dict[str, Any]:
     """Return the traits that describe the numbers of a format, as keyword arguments of ``step`` and ``grid``."""
-    return {name: traits[name] for name in ("bits", "exponent", "table", "group") if name in traits}
+    names = ("bits", "exponent", "table", "group")
+    return {name: traits[name] for name in names if name in traits}
 
 
 def fields(traits: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,7 +44,8 @@ def fields(traits: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any
     group = traits.get("group", 0)
     if group <= 32:
         return dict(model)
-    return {**model, "hidden_size": group, "intermediate_size": 2 * group, "head_dim": group // 4}
+    own = {"hidden_size": group, "intermediate_size": 2 * group, "head_dim": group // 4}
+    return {**model, **own}
 
 
 def step(weight: Tensor, bits: int, exponent: int = 0, table: Sequence[float] = (), group: int = 0) -> Tensor:
@@ -53,13 +56,16 @@ def step(weight: Tensor, bits: int, exponent: int = 0, table: Sequence[float] = 
     0 means the whole row.
     """
     if table:
-        return _table_step(weight, torch.tensor(table, dtype=torch.float64), group)
+        values = torch.tensor(table, dtype=torch.float64)
+        return _table_step(weight, values, group)
     largest = weight.abs().amax(1, keepdim=True)
     if not exponent:
-        return (largest / (2 ** (bits - 1) - 1)).expand_as(weight)
+        codes = 2 ** (bits - 1) - 1
+        return (largest / codes).expand_as(weight)
     digits = bits - 1 - exponent
     smallest = largest * 2.0 ** (2 - 2**exponent - digits)
-    return torch.maximum(weight.abs() * 2.0**-digits, smallest)
+    relative = weight.abs() * 2.0**-digits
+    return torch.maximum(relative, smallest)
 
 
 def _table_step(weight: Tensor, table: Tensor, group: int) -> Tensor:
@@ -69,12 +75,15 @@ def _table_step(weight: Tensor, table: Tensor, group: int) -> Tensor:
     """
     inputs = weight.shape[1]
     size = min(group or inputs, inputs)
-    parts = [part.abs().amax(1) for part in weight.split(size, 1)]
-    largest = torch.stack(parts, 1)
-    largest = largest.repeat_interleave(size, 1)[:, :inputs]
+    groups = weight.abs().split(size, 1)
+    largest = torch.stack([group.amax(1) for group in groups], 1)
+    largest = largest.repeat_interleave(size, 1)
+    largest = largest[:, :inputs]
     scaled = weight / largest.clamp(min=1e-300)
-    above = torch.bucketize(scaled, table).clamp(1, len(table) - 1)
-    return (table[above] - table[above - 1]) * largest
+    above = torch.bucketize(scaled, table)
+    above = above.clamp(1, len(table) - 1)
+    distance = table[above] - table[above - 1]
+    return distance * largest
 
 
 def grid(info: ModuleInfo, bits: int, exponent: int = 0, table: Sequence[float] = (), group: int = 0) -> Tensor:
@@ -87,19 +96,23 @@ def grid(info: ModuleInfo, bits: int, exponent: int = 0, table: Sequence[float] 
     top: float = 2 ** (bits - 1) - 1
     if table:
         numbers = torch.tensor(table, dtype=torch.float64)
-        values = numbers[torch.randint(0, len(table), shape)]
+        chosen = torch.randint(0, len(table), shape)
+        values = numbers[chosen]
         top = max(table)
     elif exponent:
         digits = bits - 1 - exponent
         top = 7 * 2 ** (digits - 2)
         scales = 2.0 ** -torch.randint(0, 5, shape)
-        sizes = torch.randint(2**digits, top + 1, shape) * scales
+        mantissas = torch.randint(2**digits, top + 1, shape)
+        sizes = mantissas * scales
         signs = 2 * torch.randint(0, 2, shape) - 1
         values = sizes.double() * signs
     else:
-        values = torch.randint(-top, top + 1, shape).double()
+        codes = torch.randint(-top, top + 1, shape)
+        values = codes.double()
     values[:, ::16] = top
-    scale = 2.0 ** -torch.randint(0, 6, (shape[0], 1))
+    exponents = torch.randint(0, 6, (info.out_features, 1))
+    scale = 2.0**-exponents
     return values * scale
 
 
@@ -112,9 +125,11 @@ def input_rounding(x: Tensor, held: Tensor, traits: Mapping[str, Any]) -> Tensor
     if "inputs" not in traits:
         return 0.0
     exponent = traits.get("exponent", 0)
-    moved = step(x.cpu().double(), traits["inputs"], exponent) / 2
+    exact = x.cpu().double()
+    moved = step(exact, traits["inputs"], exponent) / 2
+    moved_sums = moved @ held.abs().T
     unit = 6 * torch.finfo(x.dtype).eps
-    return 1.01 * (moved @ held.abs().T) / unit
+    return 1.01 * moved_sums / unit
 
 
 def ones(tokens: int, info: ModuleInfo) -> Tensor:
@@ -133,21 +148,27 @@ def dequantized(scheme: WeightScheme, info: ModuleInfo) -> Tensor:
     It is the product with the identity matrix, so it is rounded to the dtype of the products.
     """
     product = scheme.apply(identity(info))
-    return product.double().cpu().T.contiguous()
+    weight = product.double().cpu().T
+    return weight.contiguous()
 
 
 def by_part(weight: Tensor, info: ModuleInfo) -> dict[str, Tensor]:
     """Split a merged weight [out, in] into the rows of each part, by name of the part."""
     sizes = dict(info.parts)
-    return dict(zip(sizes, weight.split(list(sizes.values())), strict=True))
+    parts = weight.split(list(sizes.values()))
+    return dict(zip(sizes, parts, strict=True))
 
 
 def cut(weight: Tensor, info: ModuleInfo, shard: Shard) -> Tensor:
     """Return the shard of a merged weight [out, in] that a process holds."""
     if info.split == "row":
-        return weight.chunk(shard.size, 1)[shard.rank]
+        shards = weight.chunk(shard.size, 1)
+        return shards[shard.rank]
     parts = by_part(weight, info).values()
-    shards = [rows.chunk(shard.size)[shard.rank] for rows in parts]
+    shards = []
+    for rows in parts:
+        chunks = rows.chunk(shard.size)
+        shards.append(chunks[shard.rank])
     return torch.cat(shards)
 
 
@@ -159,10 +180,11 @@ def compare(held: Tensor, want: Tensor, tolerance: Tensor, info: ModuleInfo, wha
     bad = ~(off <= allowed)
     if not bad.any():
         return
-    row, column = (int(i) for i in bad.nonzero()[0])
+    row, column = bad.nonzero()[0].tolist()
     numbers = [rows for _, rows in info.parts]
     ends = torch.tensor(numbers).cumsum(0)
-    part = info.parts[int((row >= ends).sum())][0]
+    parts_before = int((row >= ends).sum())
+    part, _ = info.parts[parts_before]
     pytest.fail(
         f"{what}: {int(bad.sum())} of {bad.numel()} elements are off; output row {row} (part {part!r}), input "
         f"{column}: holds {held[row, column]:.6g}, expected {want[row, column]:.6g} within "
@@ -175,9 +197,10 @@ def inputs(tokens: int, info: ModuleInfo) -> Iterator[tuple[str, Tensor]]:
     """Yield (name of a memory layout, random inputs [tokens, in] in that layout)."""
     x = torch.randn(tokens, info.in_features + 3)
     x = x.to(info.device, dtype_of(info))
-    yield "contiguous", x[:, :-3].contiguous()
+    narrow = x[:, :-3].contiguous()
+    yield "contiguous", narrow
     yield "columns of a wider tensor", x[:, 3:]
-    yield "transposed", x[:, :-3].T.contiguous().T
+    yield "transposed", narrow.T.contiguous().T
 
 
 def product(scheme: WeightScheme, x: Tensor, what: str) -> Tensor:
@@ -212,7 +235,8 @@ def alone(scheme: WeightScheme, x: Tensor, got: Tensor, what: str) -> None:
     middle = n // 2
     for start, end in {(0, 1), (middle, middle + 1), (n // 3, n)}:
         part = scheme.apply(x[start:end])
-        assert torch.equal(part, got[start:end]), f"{what}: rows {start} to {end} have other bits by themselves"
+        same = torch.equal(part, got[start:end])
+        assert same, f"{what}: rows {start} to {end} have other bits by themselves"
 
 
 def storages() -> dict[int, int]:
