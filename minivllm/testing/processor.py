@@ -18,10 +18,11 @@ from minivllm.core.interfaces.sampling import Processor, Rows
 from minivllm.registry import import_target
 
 from .base import Seen, since
+from .drawing import whole
 from .sampling import SamplingConformance
 from .sampling_data import histories
 from .sampling_reference import standard_reference
-from .sampling_rows import LARGE, LOGITS, MAX_LEN, SCHEDULES, SampledSeq, Stage, normal_logits, stack_logits
+from .sampling_rows import LARGE, LOGITS, MAX_LEN, SCHEDULES, SampledSeq, Slots, Stage, normal_logits, stack_logits
 from .sampling_sizes import ProcessorSizes
 
 TOLERANCE = 2e-6  # allowed error relative to the largest number of a row: a few roundings of float32
@@ -42,11 +43,11 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         """Return the expected logits f64 [V] of one row.
 
         None means that they are unknown, so that only the properties of all processors are tested."""
-        if self.reads - set(LOGITS) or not self.reads:
+        if not self.reads or self.reads - set(LOGITS):
             return None
         return standard_reference(self.reads, params, logits, prompt, output)
 
-    def output(self, stage: Stage, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
+    def output(self, stage: Stage, slots: Slots, logits: Tensor, max_position: int = 0) -> Tensor:
         return stage.apply(slots, logits, max_position)
 
     def call(self, worker: Processor, logits: Tensor, rows: Rows, columns: Mapping[str, Tensor]) -> Tensor:
@@ -54,8 +55,9 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         return logits
 
     def exercise(self, instance: Processor) -> Any:
-        logits = torch.linspace(-3, 3, self.vocab)[None]
-        changed = self.used_stage(instance).apply([1], logits)
+        logits = torch.linspace(-3, 3, self.vocab)
+        stage = self.used_stage(instance)
+        changed = stage.apply([1], logits[None])
         return super().exercise(instance), changed.tolist()
 
     def check(self, got: Tensor, s: SampledSeq, seen: Seen) -> None:
@@ -68,7 +70,9 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         impossible = before.isneginf()
         assert not got.isnan().any(), f"{s}: NaN at tokens {got.isnan().nonzero().flatten().tolist()[:8]}"
         seen["banned"] += bool(impossible.any())
-        want = self.reference(s.params, before.clone(), list(s.prompt), list(s.output))
+        prompt = list(s.prompt)
+        output = list(s.output)
+        want = self.reference(s.params, before.clone(), prompt, output)
         if want is None:
             revived = impossible & ~got.isneginf()
             revived = revived.nonzero().flatten().tolist()[:8]
@@ -78,10 +82,11 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
             )
             return
         seen["changed"] += not torch.equal(want, before)
-        parts = [before[before.isfinite()], want[want.isfinite()]]
-        finite = torch.cat(parts).abs()
+        finite = torch.cat([before, want]).abs()
+        finite = finite[finite.isfinite()]
         allowed = TOLERANCE * max(1.0, float(finite.max()))
-        wrong = ~((got - want).abs() <= allowed) & (got != want)  # equal infinities have a difference of NaN
+        near = (got - want).abs() <= allowed
+        wrong = ~near & (got != want)  # equal infinities have a difference of NaN
         if wrong.any():
             t = int(wrong.nonzero()[0])
             pytest.fail(
@@ -96,17 +101,23 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         """Check changed logits, float32 and in place, for every row of any batch; -inf stays -inf and gives no NaN."""
         seen = Seen()
 
-        @self.for_all(120, st.data(), st.randoms(use_true_random=False), st.integers(0, 2**20))
+        randoms = st.randoms(use_true_random=False)
+        seeds = st.integers(0, 2**20)
+
+        @self.for_all(120, st.data(), randoms, seeds)
         def holds(data: Any, random: Any, garbage: int) -> None:
-            seqs = self.sequences(data, data.draw(st.integers(1, 5)))
-            slots = random.sample(range(len(seqs) + 2), len(seqs))
-            stage = Stage(self, len(seqs) + 2, garbage=garbage)
+            number = whole(data, 1, 5)
+            seqs = self.sequences(data, number)
+            size = number + 2
+            slots = random.sample(range(size), number)
+            stage = Stage(self, size, garbage=garbage)
             stage.join(slots, seqs)
-            logits = torch.stack([s.logits for s in seqs])
-            got = stage.apply(slots, logits, random.choice([0, MAX_LEN]))
+            most = random.choice([0, MAX_LEN])
+            got = stage.apply(slots, stack_logits(seqs), most)
             for row, s in zip(got, seqs, strict=True):
                 self.check(row, s, seen)
-            seen["bound"] += bool(stage.state.active[slots].any())
+            active = stage.state.active[slots]
+            seen["bound"] += bool(active.any())
 
         assert seen["bound"], "bind returned None for all test values: override params() with values that turn it on"
         seen.require(banned=20)
@@ -117,7 +128,10 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
     def test_a_single_token_that_is_left_stays(self) -> None:
         """Check a row in which all logits but one are -inf, as a grammar leaves them: that token must stay possible."""
 
-        @self.for_all(15, st.data(), st.integers(0, self.vocab - 1), st.sampled_from([-1e4, -1.0, 0.0, 1e4]))
+        tokens = st.integers(0, self.vocab - 1)
+        values = st.sampled_from([-1e4, -1.0, 0.0, 1e4])
+
+        @self.for_all(15, st.data(), tokens, values)
         def holds(data: Any, token: int, value: float) -> None:
             (s,) = self.sequences(data, 1)
             logits = torch.full((self.vocab,), -torch.inf)
@@ -125,7 +139,8 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
             s = replace(s, seed=0, sample=0, logits=logits)
             got = self.alone(s)
             self.check(got, s, Seen())
-            if self.reference(s.params, logits.double(), list(s.prompt), list(s.output)) is None:
+            expected = self.reference(s.params, logits.double(), list(s.prompt), list(s.output))
+            if expected is None:
                 assert got[token].isfinite(), (
                     f"{s}: the only possible token, {token}, became {got[token]}; if the processor may ban it, return "
                     "the expected logits in reference()"
@@ -174,17 +189,21 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         early = rng.choice(np.arange(0, self.vocab, 5), 50)
         late = rng.choice(np.arange(0, self.vocab, 7), 50)
         repeated = rng.permutation([8] * 300 + [9, 11] * 5)
-        history = tuple(map(int, [*early, *repeated, *late[:40]]))
+        joined = np.concatenate([early, repeated, late[:40]])
+        history = tuple(joined.tolist())
+        n = len(history)
         logits = normal_logits(rng, 3, self.vocab)
-        params = [SamplingParams.make(**requested) for requested in self.tried_rows() or [{}]]
-        for start in (10, len(history) - 10):  # of the output
-            seqs = []
-            for p in params:
-                seq = SampledSeq(p, history[:start], history[start:], logits)
-                seqs.append(seq)
-            stage = Stage(self, len(seqs), max_len=len(history) + 8)
-            stage.join(range(len(seqs)), seqs)
-            for row, s in zip(stage.apply(range(len(seqs)), stack_logits(seqs)), seqs, strict=True):
+        tried = self.tried_rows() or [{}]
+        params = [SamplingParams.make(**requested) for requested in tried]
+        slots = range(len(params))
+        for start in (10, n - 10):  # of the output
+            prompt = history[:start]
+            output = history[start:]
+            seqs = [SampledSeq(p, prompt, output, logits) for p in params]
+            stage = Stage(self, len(seqs), max_len=n + 8)
+            stage.join(slots, seqs)
+            changed = stage.apply(slots, stack_logits(seqs))
+            for row, s in zip(changed, seqs, strict=True):
                 self.check(row, s, Seen())
 
     @since(1, 0)
@@ -194,7 +213,8 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         @self.for_all(4, st.data())
         def holds(data: Any) -> None:
             (s,) = self.sequences(data, 1, LARGE)
-            self.check(self.alone(s, LARGE), s, Seen())
+            got = self.alone(s, LARGE)
+            self.check(got, s, Seen())
 
     @since(1, 0)
     def test_default_parameters_change_nothing(self) -> None:
@@ -210,7 +230,8 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         def holds(data: Any) -> None:
             (s,) = self.sequences(data, 1)
             s = SampledSeq(SamplingParams(), s.prompt, s.output, s.logits)
-            self._same(self.alone(s).cpu(), s.logits, s, "it is on and")
+            got = self.alone(s).cpu()
+            self._same(got, s.logits, s, "it is on and")
 
     @since(1, 0)
     def test_every_parameter_that_it_reads_changes_something(self) -> None:
@@ -218,10 +239,12 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
 
         The engine accepts a request because ``reads`` names its parameter, so the parameter may not be ignored.
         """
-        for name in sorted(self.reads - set(self.unknown())):
+        names = histories(self.vocab)
+        known = self.reads - set(self.unknown())
+        for name in sorted(known):
             keywords = self.keywords_with(name)
-            names = histories(self.vocab)
-            assert any(self._changes_a_logit(SamplingParams.make(**requested)) for requested in keywords), (
+            params = [SamplingParams.make(**requested) for requested in keywords]
+            assert any(self._changes_a_logit(p) for p in params), (
                 f"reads has {name!r}, and no logit changes with {keywords} after any of {len(names)} histories "
                 f"({', '.join(names)}): if it needs other values, override params()"
             )

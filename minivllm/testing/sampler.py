@@ -22,13 +22,26 @@ from minivllm.core.interfaces.sampling import Draw, Rows, Sampler
 
 from .base import Seen, since
 from .chisquare import ALPHA, check_draws, detectable
+from .drawing import one_of, whole
 from .sampler_batch import Batches
 from .sampler_limits import LIMITS, supports, surprising, typical_supports
 from .sampling import SamplingConformance
-from .sampling_rows import DRAWS, LARGE, MAX_LEN, SampledSeq, Stage, WatchedProcessor, stack_logits, unwritten
+from .sampling_rows import (
+    DRAWS,
+    LARGE,
+    MAX_LEN,
+    SampledSeq,
+    Slots,
+    Stage,
+    WatchedProcessor,
+    normal_logits,
+    stack_logits,
+    unwritten,
+)
 from .sampling_sizes import SamplerSizes
 
-BATCH, CELLS = 1 << 15, 1 << 21  # most rows of a call, and most logits of a call
+BATCH = 1 << 15  # most rows of a call
+CELLS = 1 << 21  # most logits of a call
 # (seed, lane): at position 1 and sample 0, ``noise()`` of that lane is near its smallest, 2**-32, or its largest, 1 -
 # 2**-24
 SMALLEST = (
@@ -43,6 +56,10 @@ TRIED: tuple[dict[str, Any], ...] = (  # keywords that send a row through each b
 )  # fmt: skip
 # unit vectors: steps of 1 in each element of a key (seed, position, sample)
 SEED, POSITION, SAMPLE = torch.eye(3, dtype=torch.int64)
+LOW = -1e30
+FEW: tuple[dict[int, float], ...] = (  # the finite logits of a row by their tokens
+    {3: -100.0, 60: -104.0}, {66: LOW}, {0: 0.0}, {33: 0.0}, {65: 0.0}, {7: LOW, 8: LOW},
+)  # fmt: skip
 
 
 def _keys(seed: Tensor, position: Tensor) -> Tensor:
@@ -53,7 +70,8 @@ def _keys(seed: Tensor, position: Tensor) -> Tensor:
 
 def _new_sequence(params: SamplingParams, logits: Tensor, seed: int = 0) -> SampledSeq:
     """Return a sequence whose prompt is a single token 0 and whose output is empty."""
-    return SampledSeq(params, (0,), (), logits, seed=seed)
+    prompt = (0,)
+    return SampledSeq(params, prompt, (), logits, seed=seed)
 
 
 class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
@@ -72,7 +90,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         """
         return None
 
-    def output(self, stage: Stage, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
+    def output(self, stage: Stage, slots: Slots, logits: Tensor, max_position: int = 0) -> Tensor:
         return stage.draw(slots, logits, max_position)
 
     def call(self, worker: Sampler, logits: Tensor, rows: Rows, columns: Mapping[str, Tensor]) -> Tensor:
@@ -99,18 +117,22 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
         None in place of the probabilities means that ties leave them open.
         """
-        own = self.probabilities(params, logits.double())
+        exact = logits.double()
+        own = self.probabilities(params, exact)
         if own is not None:
-            return own > 0, own > 0, own
+            possible = own > 0
+            return possible, possible, own
         temperature = self.temperature(params)
         if temperature == 0:
             best = logits == logits.max()
-            return best & (best.sum() == 1), best, None
-        prob = torch.softmax(logits.double() / temperature, 0)
+            single = best.sum() == 1
+            return best & single, best, None
+        prob = torch.softmax(exact / temperature, 0)
         must, may = self.limited(params, prob)
         if not torch.equal(must, may):
             return must, may, None
-        prob = torch.where(may, prob, 0.0) / prob[may].sum()
+        kept = torch.where(may, prob, 0.0)
+        prob = kept / prob[may].sum()
         return must, may, prob
 
     def limited(self, params: SamplingParams, prob: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,25 +157,34 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         ``others`` are in each step too, in the rows before.
         """
         m = len(others)
-        batch = min(most, len(keys), max(CELLS // len(logits), 1))
+        n = len(logits)
+        fitting = max(CELLS // n, 1)
+        batch = min(most, len(keys), fitting)
         farthest = int(keys[:, 1].max()) + 2
-        stage = Stage(self, m + batch, vocab=len(logits), max_len=max(farthest, MAX_LEN))
-        slots = np.arange(m + batch)[::-1].copy()
+        size = m + batch
+        stage = Stage(self, size, vocab=n, max_len=max(farthest, MAX_LEN))
+        slots = np.arange(size)[::-1].copy()
         if m:
             stage.join(slots[:m], others)
-        own = slots[m:]
+        own = slots[m:].copy()
+        first = own[0]
         stage.join(own[:1], [_new_sequence(params, logits)])
-        stage.state.fork(np.repeat(own[0], batch), own)
-        stage.tokens[own.copy()] = stage.tokens[own[0]].clone()
+        stage.state.fork(np.repeat(first, batch), own)
+        stage.tokens[own] = stage.tokens[first].clone()
         stage.prompt[own] = 1
         tokens = []
         for part in keys.split(batch):
             at = own[: len(part)]
-            stage.seed[at], stage.position[at], stage.sample[at] = part.numpy().T
+            seed, position, sample = part.numpy().T
+            stage.seed[at] = seed
+            stage.position[at] = position
+            stage.sample[at] = sample
             rows = logits.expand(len(part), -1)
             if m:
-                rows = torch.cat([stack_logits(others), rows])
-            token = stage.draw(slots[: m + len(part)], rows)[m:].cpu()
+                before = stack_logits(others)
+                rows = torch.cat([before, rows])
+            drawn = stage.draw(slots[: len(rows)], rows)
+            token = drawn[m:].cpu()
             tokens.append(token)
         return torch.cat(tokens)
 
@@ -171,14 +202,15 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         must, may, prob = self.must_and_may(params, logits)
         keys = self.keys(n, start)
         tokens = self.draws(params, logits, keys, others)
-        low = logits.min()
-        high = logits.max()
-        label = f"{_new_sequence(params, logits)}, {len(logits)} logits from {low:.4g} to {high:.4g}"
+        spread = f"from {logits.min():.4g} to {logits.max():.4g}"
+        label = f"{_new_sequence(params, logits)}, {len(logits)} logits {spread}"
         bins = tokens.clamp(0, len(logits) - 1)
         count = torch.bincount(bins, minlength=len(logits))
-        if outside := ((count > 0) & ~may).nonzero().flatten().tolist():
-            first = outside[0]
-            rank = 1 + int((logits > logits[first]).sum())
+        outside = (count > 0) & ~may
+        if outside.any():
+            first = int(outside.nonzero()[0])
+            better = logits > logits[first]
+            rank = 1 + int(better.sum())
             pytest.fail(
                 f"{label}: drew token {first} (logit {logits[first]:.5g}, the {rank}. best) {int(count[first])} times "
                 f"of {n}, which the parameters exclude; {int(may.sum())} tokens may be drawn, the last of them with "
@@ -221,33 +253,39 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
 
         @self.for_all(60, st.data())
         def holds(data: Any) -> None:
-            vocab = data.draw(st.sampled_from([2, 3, 17, 33, 40]))
-            seed = data.draw(st.integers(0, 2**32))
+            vocab = one_of(data, 2, 3, 17, 33, 40)
+            seed = whole(data, 0, 2**32)
             rng = np.random.default_rng(seed)
-            scale = data.draw(st.sampled_from([0.1, 1.0, 2.0]))
-            logits = rng.normal(0, scale, vocab).astype(np.float32)
-            if data.draw(st.integers(0, 2)) == 0:
-                logits = np.round(logits * 2) / 2
-            share = data.draw(st.sampled_from([0.0, 0.3]))
-            logits[1:][rng.random(vocab - 1) < share] = -np.inf
-            params = SamplingParams.make(**data.draw(self.keywords(vocab)))
-            number = data.draw(st.integers(0, 3))
+            scale = one_of(data, 0.1, 1.0, 2.0)
+            logits = normal_logits(rng, scale, vocab)
+            if whole(data, 0, 2) == 0:
+                logits = (logits * 2).round() / 2
+            share = one_of(data, 0.0, 0.3)
+            excluded = rng.random(vocab - 1) < share
+            logits[1:][torch.tensor(excluded)] = -torch.inf
+            keywords = data.draw(self.keywords(vocab))
+            params = SamplingParams.make(**keywords)
+            number = whole(data, 0, 3)
             others = self.sequences(data, number, vocab)
-            offset = data.draw(st.sampled_from([0.0, -30.0, 50.0]))
-            row = torch.tensor(logits) + offset
-            if params.extra and self.probabilities(params, row.double()) is None:
+            offset = one_of(data, 0.0, -30.0, 50.0)
+            row = logits + offset
+            exact = row.double()
+            if params.extra and self.probabilities(params, exact) is None:
                 return
-            start = data.draw(st.integers(0, 2**40))
+            start = whole(data, 0, 2**40)
             seen["compared"] += self.check(params, row, 1 << 14, others, start)
             may = self.must_and_may(params, row)[1]
-            seen["limited"] += not torch.equal(may, row > -torch.inf)
+            finite = row > -torch.inf
+            seen["limited"] += not torch.equal(may, finite)
+            default = SamplingParams()
             for name in DRAWS:
-                seen[name] += getattr(params, name) != getattr(SamplingParams(), name)
+                seen[name] += getattr(params, name) != getattr(default, name)
 
-        if not self.reads - set(DRAWS):
-            seen.require(compared=5, **dict.fromkeys(sorted(self.reads & set(DRAWS)), 5))
-            limited = 10 if self.reads & {"top_k", "top_p", "min_p"} else 0
-            seen.require(limited=limited)
+        read = self.reads & set(DRAWS)
+        if read == self.reads:
+            seen.require(compared=5, **dict.fromkeys(sorted(read), 5))
+            if read & {"top_k", "top_p", "min_p"}:
+                seen.require(limited=10)
 
     def _readable(self, tried: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the sets of keywords in ``tried`` that contain only parameters that the sampler reads."""
@@ -273,36 +311,47 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         The result is new float32 logits whose softmax is the distribution of the reference, or for a greedy row that
         of the logits.  The call changes neither its argument nor the columns.
         """
-        if type(self.make(12, MAX_LEN)).drawn_from is Sampler.drawn_from:
+        instance = self.make(12, MAX_LEN)
+        if type(instance).drawn_from is Sampler.drawn_from:
             pytest.skip("it has no drawn_from")
         logits = torch.linspace(0.6, 0.0, 12)
         for requested in [{}, *self._readable(LIMITS)]:
             params = SamplingParams.make(**requested)
             row, greedy = self._drawn_from(params, logits, str(requested))
-            near = "temperature" not in self.reads or torch.allclose(greedy, logits.double().softmax(0), atol=1e-6)
-            assert near, f"greedy row: {greedy}"
+            if "temperature" in self.reads:
+                plain = logits.double().softmax(0)
+                assert torch.allclose(greedy, plain, atol=1e-6), f"greedy row: {greedy}"
             must, may, want = self.must_and_may(params, logits)
-            assert not (row[~may] > 0).any() and (row[must] > 0).all(), f"{requested}: {row}, drawn are {may}"
+            outside = (row[~may] > 0).any()
+            inside = (row[must] > 0).all()
+            assert inside and not outside, f"{requested}: {row}, drawn are {may}"
             assert want is None or torch.allclose(row, want, atol=1e-5), f"{requested}: {row}; expected {want}"
 
     def _drawn_from(self, params: SamplingParams, logits: Tensor, label: str) -> Tensor:
         """Return the probabilities f64 [2, V] of ``drawn_from``: for a row with ``params``, and a greedy row."""
         stage = Stage(self, 3, vocab=len(logits))
         slots = np.array([2, 0])
-        seqs = [_new_sequence(p, logits) for p in (params, SamplingParams(temperature=0))]
+        greedy = SamplingParams(temperature=0)
+        seqs = [_new_sequence(p, logits) for p in (params, greedy)]
         stage.join(slots, seqs)
-        passed = logits.to(self.place()).repeat(2, 1)
+        row = logits.to(self.place())
+        passed = row.repeat(2, 1)
         before = passed.clone()
-        rows = stage.rows(slots, stage.variant(slots))
-        columns = stage.columns([0, 1, 2])
+        variant = stage.variant(slots)
+        rows = stage.rows(slots, variant)
+        every = range(3)
+        columns = stage.columns(every)
         with torch.inference_mode(), unwritten(rows, "drawn_from"):
             got = stage.worker.drawn_from(passed, rows, stage.state.columns)
-        after = stage.columns([0, 1, 2])
+        after = stage.columns(every)
         assert torch.equal(passed, before), f"{label}: drawn_from writes to the logits that it receives"
-        same = all(torch.equal(after[name], columns[name]) for name in columns)
-        assert same, f"{label}: drawn_from writes to columns"
-        assert got.dtype == torch.float32 and got.shape == before.shape, f"drawn_from: {got.dtype} {got.shape}"
-        return got.double().softmax(1).cpu()
+        changed = [name for name in columns if not torch.equal(after[name], columns[name])]
+        assert not changed, f"{label}: drawn_from writes to columns"
+        described = f"drawn_from: {got.dtype} {got.shape}"
+        assert got.dtype == torch.float32, described
+        assert got.shape == before.shape, described
+        prob = got.double().softmax(1)
+        return prob.cpu()
 
     @since(1, 0)
     def test_what_ties_at_a_limit_is_all_that_is_open(self) -> None:
@@ -311,14 +360,17 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         Better tokens must be kept, worse tokens never may.
         """
         logits = torch.tensor([1.0, 2.0, 1.0, 0.5, 1.0, 2.5, 0.5, 1.0])
-        tried: list[dict[str, Any]] = [{"top_k": k} for k in (1, 2, 4, 6)]
-        for requested in self._readable([*tried, {"top_p": 0.65}, {"top_k": 4, "top_p": 0.8}]):
+        tried: list[dict[str, Any]] = [
+            {"top_k": 1}, {"top_k": 2}, {"top_k": 4}, {"top_k": 6}, {"top_p": 0.65}, {"top_k": 4, "top_p": 0.8},
+        ]  # fmt: skip
+        for requested in self._readable(tried):
             params = SamplingParams.make(**requested)
             self.check(params, logits, 1 << 12)
-            must = self.must_and_may(params, logits)[0].nonzero().flatten()
+            must = self.must_and_may(params, logits)[0]
             keys = self.keys(1 << 12)
             drawn = self.draws(params, logits, keys)
-            missing = set(must.tolist()) - set(drawn.tolist())
+            needed = must.nonzero().flatten()
+            missing = set(needed.tolist()) - set(drawn.tolist())
             assert not missing, (
                 f"{requested}: tokens {sorted(missing)} are better than those at the edge and never come"
             )
@@ -339,7 +391,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         label = "4,096 tokens with logits of 1000 +- 0.24"
         check_draws(tokens, prob, label)
         group = logits.argsort().argsort() // 256
-        grouped = torch.zeros(16, dtype=torch.float64).index_add_(0, group, prob)
+        grouped = torch.bincount(group, prob, 16)
         check_draws(group[tokens], grouped, f"{label}, by rank in 16 groups")
 
     @since(1, 0)
@@ -353,12 +405,15 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         vocab = 1 << 15
         likely = 12_345
         logits = torch.zeros(vocab)
-        logits[likely] = math.log((1 - (vocab - 1) * tail) / tail)
-        rare = 1 - float(self.default_probabilities(logits)[likely])
+        others = (vocab - 1) * tail
+        logits[likely] = math.log((1 - others) / tail)
+        all_prob = self.default_probabilities(logits)
+        rare = 1 - float(all_prob[likely])
         keys = self.keys(1 << 11)
         drawn = self.draws(SamplingParams(), logits, keys)
         prob = torch.tensor([1 - rare, rare], dtype=torch.float64)
-        check_draws((drawn != likely).long(), prob, "1 = a token of probability 2**-19")
+        is_rare = (drawn != likely).long()
+        check_draws(is_rare, prob, "1 = a token of probability 2**-19")
 
     # ---- edges ---------------------------------------------------------------------------------------------------
 
@@ -373,20 +428,17 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         The other logits are very small, the random noise is the smallest and the largest, or only one token is
         possible.
         """
-        low = -1e30
-        pairs = (*SMALLEST, *LARGEST)
-        extreme = torch.tensor([[seed, 1, 0] for seed, _ in pairs])
-        parts = [extreme, self.keys(1 << 12)]
-        keys = torch.cat(parts)
+        seeds = [seed for seed, _ in (*SMALLEST, *LARGEST)]
+        extreme = torch.tensor([[seed, 1, 0] for seed in seeds])
+        keys = torch.cat([extreme, self.keys(1 << 12)])
         for requested in self.tried_rows():
             params = SamplingParams.make(**requested)
-            for few in ({3: -100.0, 60: -104.0}, {66: low}, {0: 0.0}, {33: 0.0}, {65: 0.0}, {7: low, 8: low}):
+            for few in FEW:
                 logits = torch.full((67,), -torch.inf)
-                logits[list(few)] = torch.tensor(list(few.values()))
-                wrong = []
-                for t in self.draws(params, logits, keys).tolist():
-                    if t not in few:
-                        wrong.append(t)
+                for token, logit in few.items():
+                    logits[token] = logit
+                drawn = self.draws(params, logits, keys).tolist()
+                wrong = [t for t in drawn if t not in few]
                 shown = f"drew {wrong[:5]}, {len(wrong)} times"
                 assert not wrong, f"{requested}: all logits but those of {few} are -inf; {shown}"
 
@@ -398,42 +450,51 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         """
         self.need_temperature()
         logits = torch.linspace(-3, 5, 67)
-        logits[13] = float(np.nextafter(np.float32(5), np.float32(9)))
+        above_five = np.nextafter(np.float32(5), np.float32(9))
+        logits[13] = float(above_five)
         ties = logits.clone()
         ties[[4, 13, 50]] = 6.0
         tried = [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}]
         limits = self._readable(tried)
+        keys = self.keys(512)
         for requested, others in itertools.product(limits, ((), self._others())):
             params = SamplingParams.make(temperature=0.0, **requested)
-            drawn = self.draws(params, logits, self.keys(512), others)
-            drawn = set(drawn.tolist())
-            assert drawn == {13}, (
-                f"{requested}: drew {sorted(drawn)}; expected 13, the best by one unit in the last place"
-            )
-            drawn = self.draws(params, ties, self.keys(512), others)
-            drawn = set(drawn.tolist())
-            same = len(drawn) == 1 and drawn < {4, 13, 50}
-            assert same, f"{requested}: drew {sorted(drawn)}; expected one of 4, 13, 50, always the same"
+            drawn = self._distinct(params, logits, keys, others)
+            assert drawn == [13], f"{requested}: drew {drawn}; expected 13, the best by one unit in the last place"
+            drawn = self._distinct(params, ties, keys, others)
+            same = drawn in ([4], [13], [50])
+            assert same, f"{requested}: drew {drawn}; expected one of 4, 13, 50, always the same"
+
+    def _distinct(self, params: SamplingParams, logits: Tensor, keys: Tensor, others: Sequence = ()) -> list[int]:
+        """Return the tokens that ``draws`` returns for some keys, each once, in ascending order."""
+        tokens = self.draws(params, logits, keys, others)
+        return sorted(set(tokens.tolist()))
 
     def _others(self) -> tuple[SampledSeq, ...]:
         """Return a sequence for each set of parameters in ``tried_rows``."""
         logits = torch.linspace(-1, 1, 67)
-        return tuple(_new_sequence(SamplingParams.make(**requested), logits) for requested in self.tried_rows())
+        rows = [SamplingParams.make(**requested) for requested in self.tried_rows()]
+        return tuple(_new_sequence(params, logits) for params in rows)
 
     @since(1, 0)
     def test_extreme_temperatures_and_logits(self) -> None:
         """Check that small temperatures take the best token without overflow, and large ones draw all tokens evenly."""
         self.need_temperature()
         far = torch.tensor([1e4, -1e4, 9999.0, 0.0, -torch.inf, -1e30])
-        for temperature, scale in itertools.product((1e-2, 1e-4, 1.1e-5, 1e-5, 1e-7, 1e-30), (1.0, -1.0, 3.0)):
-            logits = torch.where(far.isfinite(), far * scale, far).clamp(max=3e4)
+        keys = self.keys(64)
+        temperatures = (1e-2, 1e-4, 1.1e-5, 1e-5, 1e-7, 1e-30)
+        scales = (1.0, -1.0, 3.0)
+        finite = far.isfinite()
+        for temperature, scale in itertools.product(temperatures, scales):
+            scaled = torch.where(finite, far * scale, far)
+            logits = scaled.clamp(max=3e4)
             best = int(logits.argmax())
             for requested in self._readable([{}, {"top_p": 0.9}]):
                 params = SamplingParams.make(temperature=temperature, **requested)
-                drawn = self.draws(params, logits, self.keys(64)).tolist()
-                drawn = sorted(set(drawn))
+                drawn = self._distinct(params, logits, keys)
                 assert drawn == [best], f"temperature={temperature}: drew {drawn} of {logits.tolist()}; expected {best}"
-        self.check(SamplingParams(temperature=2.0), torch.linspace(-0.1, 0.1, 8), 1 << 16)
+        warm = SamplingParams(temperature=2.0)
+        self.check(warm, torch.linspace(-0.1, 0.1, 8), 1 << 16)
 
     @since(1, 0)
     def test_rows_without_a_distribution_leave_the_others_alone(self) -> None:
@@ -447,31 +508,38 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             params = SamplingParams.make(**requested)
             logits = torch.randn(5, self.vocab, generator=rng)
             stage = Stage(self, 5)
+            every = range(5)
             seqs = [_new_sequence(params, row, i) for i, row in enumerate(logits)]
-            stage.join(range(5), seqs)
-            want = stage.draw(range(5), logits)[fine].tolist()
+            stage.join(every, seqs)
+            before = stage.draw(every, logits)
+            want = before[fine].tolist()
             logits[1, 5] = torch.nan
             logits[2] = -torch.inf
             logits[3, 7] = torch.inf
-            got = stage.draw(range(5), logits)[fine].tolist()
+            beside = stage.draw(every, logits)
+            got = beside[fine].tolist()
             assert got == want, f"{requested}: rows {fine} drew {got}, and {want} beside rows with finite logits"
 
     @since(1, 0)
     def test_a_large_vocabulary(self) -> None:
         """Check 151,936 tokens: a drawn token is one that may be drawn, and the same alone as in the batch."""
         rng = np.random.default_rng(5)
-        logits = torch.tensor(rng.normal(0, 2, LARGE), dtype=torch.float32)
+        logits = normal_logits(rng, 2, LARGE)
         wide = self._readable([{"top_k": 2000}, {"top_p": 0.99}])
         tried = [*self.tried_rows(), *wide]
         seqs = []
         for i, requested in enumerate(tried):
             params = SamplingParams.make(**requested)
-            seqs.append(_new_sequence(params, logits.roll(977 * i), i))
-        stage = Stage(self, len(seqs), vocab=LARGE)
-        stage.join(range(len(seqs)), seqs)
-        drawn = stage.draw(range(len(seqs)), stack_logits(seqs)).cpu()
+            row = logits.roll(977 * i)
+            seqs.append(_new_sequence(params, row, i))
+        n = len(seqs)
+        stage = Stage(self, n, vocab=LARGE)
+        slots = range(n)
+        stage.join(slots, seqs)
+        drawn = stage.draw(slots, stack_logits(seqs)).cpu()
         for token, s in zip(drawn, seqs, strict=True):
-            self._same(token, self.alone(s, LARGE).cpu(), s, f"beside {len(seqs) - 1} others, it")
+            alone = self.alone(s, LARGE).cpu()
+            self._same(token, alone, s, f"beside {n - 1} others, it")
             if not s.params.extra:
                 may = self.must_and_may(s.params, s.logits)[1]
                 assert may[token], f"{s}: drew token {token}, logit {s.logits[token]:.4g}, which is excluded"
@@ -523,8 +591,10 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         """
         i = torch.arange(n)
         base = _keys(4 * i + 11, 1 + i % 17)
-        yield "seed and its negative", base, base * torch.tensor([-1, 1, 1])
-        yield "seed and the seed without its sign bit", base - (SEED << 62) * 2, base
+        minus = torch.tensor([-1, 1, 1])
+        yield "seed and its negative", base, base * minus
+        sign = (SEED << 62) * 2
+        yield "seed and the seed without its sign bit", base - sign, base
         powers = range(5, 17 if self._without_history() else 6)
         for k in powers:
             far = base + (POSITION << k)
@@ -537,15 +607,18 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             yield f"sample + 2**{k} or the next seed", far, base + SEED
             yield f"sample + 2**{k} or the next position", far, base + POSITION
         for k in (8, 16, 24, 31, 40, 48, 62):
-            yield f"seed and seed + 2**{k}", base, base + (SEED << k)
+            far = base + (SEED << k)
+            yield f"seed and seed + 2**{k}", base, far
 
     def _without_history(self) -> bool:
         """Return whether default draws do not read ``rows.tokens``, so that any position is valid."""
         stage = Stage(self, 2)
-        seq = _new_sequence(SamplingParams(), torch.zeros(self.vocab))
-        stage.join([0, 1], [seq] * 2)
+        logits = torch.zeros(2, self.vocab)
+        seq = _new_sequence(SamplingParams(), logits[0])
+        slots = [0, 1]
+        stage.join(slots, [seq, seq])
         stage.tokens = tokens = stage.tokens.as_subclass(WatchedProcessor)
-        stage.draw([0, 1], torch.zeros(2, self.vocab))
+        stage.draw(slots, logits)
         return not tokens.used
 
     @since(1, 0)
@@ -567,12 +640,15 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         for requested in self.tried_rows():
             params = SamplingParams.make(**requested)
             first = self.draws(params, logits, keys)
-            for order, got in (
-                ("again", self.draws(params, logits, keys)),
-                ("in the order reversed", self.draws(params, logits, keys.flip(0)).flip(0)),
-                ("beside others", self.draws(params, logits, keys, self._others())),
-                ("in steps of one row", self.draws(params, logits, keys[:16], (), 1)),
-            ):
+            reversed_keys = keys.flip(0)
+            backwards = self.draws(params, logits, reversed_keys)
+            repeats = {
+                "again": self.draws(params, logits, keys),
+                "in the order reversed": backwards.flip(0),
+                "beside others": self.draws(params, logits, keys, self._others()),
+                "in steps of one row": self.draws(params, logits, keys[:16], (), 1),
+            }
+            for order, got in repeats.items():
                 differ = got != first[: len(got)]
                 wrong = differ.nonzero().flatten().tolist()
                 if wrong:

@@ -24,6 +24,7 @@ from minivllm.errors import RequestError
 
 from .base import Seen, since
 from .declaring import DeclaringOnRows
+from .drawing import whole
 from .sampling_data import Noted, keywords_of, make_sequences, unlike
 from .sampling_rows import (
     GARBAGE,
@@ -31,6 +32,7 @@ from .sampling_rows import (
     SCHEDULES,
     STANDARD,
     SampledSeq,
+    Slots,
     Stage,
     captured,
     check_row,
@@ -44,6 +46,8 @@ from .spec import SpecConformance
 
 MOST_ALONE = 5  # number of rows of a step that are compared with the same rows alone
 MOST_COMMITTED = 12  # largest number of tokens in one commit of a row
+SEEDS = st.integers(0, 2**20)
+Columns = Mapping[str, Tensor]
 
 
 class SamplingConformance(DeclaringOnRows, SpecConformance):
@@ -63,11 +67,11 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         """Return keywords that ``bind`` must refuse, each with one of the plug-in's own parameters."""
         return []
 
-    def output(self, stage: Stage, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
+    def output(self, stage: Stage, slots: Slots, logits: Tensor, max_position: int = 0) -> Tensor:
         """Return the plug-in's results for logits [N, V]: changed logits of a processor, or tokens of a sampler."""
         raise NotImplementedError
 
-    def call(self, worker: Any, logits: Tensor, rows: Rows, columns: Mapping[str, Tensor]) -> Tensor:
+    def call(self, worker: Any, logits: Tensor, rows: Rows, columns: Columns) -> Tensor:
         """Call the plug-in without any check, and return the tensor that it wrote."""
         raise NotImplementedError
 
@@ -116,9 +120,19 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     def alone(self, s: SampledSeq, vocab: int = 0, **how: Any) -> Tensor:
         """Return the output of a sequence in an engine without others; ``how`` has arguments of ``Stage``."""
-        stage = Stage(self, 1, vocab=vocab, **how)
-        stage.join([0], [s])
-        return self.output(stage, [0], s.logits[None])[0]
+        stage = self._stage_with(s, 0, 1, vocab=vocab, **how)
+        return self._output_of(stage, 0, s.logits)
+
+    def _stage_with(self, s: SampledSeq, slot: int, slots: int, **how: Any) -> Stage:
+        """Return a stage with a sequence in one of its slots; ``how`` has further arguments of ``Stage``."""
+        stage = Stage(self, slots, **how)
+        stage.join([slot], [s])
+        return stage
+
+    def _output_of(self, stage: Stage, slot: int, logits: Tensor, max_position: int = 0) -> Tensor:
+        """Return the output of a single row with logits [V]."""
+        outputs = self.output(stage, [slot], logits[None], max_position)
+        return outputs[0]
 
     def exercise(self, instance: Any) -> Any:
         row = check_row_type(self.bound(instance, SamplingParams()), "")
@@ -130,10 +144,9 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     def used_stage(self, instance: Any) -> Stage:
         """Return a stage with a sequence in slot 1, in which ``instance`` both binds requests and works on rows."""
-        stage = Stage(self, 2, instance=instance)
-        seq = SampledSeq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))
-        stage.join([1], [seq])
-        return stage
+        logits = torch.zeros(self.vocab)
+        seq = SampledSeq(SamplingParams(), (1, 2, 3), (4, 4), logits)
+        return self._stage_with(seq, 1, 2, instance=instance)
 
     def _same(self, got: Tensor, want: Tensor, s: SampledSeq, what: str) -> None:
         """Fail unless two outputs of a sequence are equal bit for bit."""
@@ -174,12 +187,14 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         second = dict(self.make(self.vocab).columns())
         assert first == second, f"columns() differs between two instances: {first} and {second}"
         for name, column in first.items():
+            fill = column.fill
             dtype = getattr(torch, column.dtype, None)
             assert isinstance(dtype, torch.dtype), f"column {name!r}: torch has no dtype {column.dtype!r}"
-            filled = torch.full(column.shape, column.fill, dtype=dtype).double()
-            near = (filled - column.fill).abs() <= 1e-2 * abs(column.fill)
-            same = math.isinf(column.fill) or bool(near.all())
-            assert same, f"column {name!r}: {column.dtype} cannot hold fill={column.fill}"
+            filled = torch.full(column.shape, fill, dtype=dtype).double()
+            error = (filled - fill).abs()
+            near = error <= 1e-2 * abs(fill)
+            same = math.isinf(fill) or bool(near.all())
+            assert same, f"column {name!r}: {column.dtype} cannot hold fill={fill}"
 
     @since(1, 0)
     def test_bind_gives_values_for_the_declared_columns(self) -> None:
@@ -188,14 +203,21 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         The values that it returns must fit the names, shapes and ranges of the columns.
         """
 
-        @self.for_all(60, st.data(), st.integers(1, MAX_LEN - 1))
+        lengths = st.integers(1, MAX_LEN - 1)
+
+        @self.for_all(60, st.data(), lengths)
         def holds(data: Any, prompt_len: int) -> None:
             requested = data.draw(self.keywords(self.vocab))
-            first, second = self.make(self.vocab), self.make(self.vocab)
-            row = self.bound(first, SamplingParams.make(**requested), prompt_len)
+
+            def bound(instance: Any) -> Any:
+                return self.bound(instance, SamplingParams.make(**requested), prompt_len)
+
+            first = self.make(self.vocab)
+            second = self.make(self.vocab)
+            row = bound(first)
             check_row(row, first.columns(), str(requested))
             for instance in (first, second):
-                again = self.bound(instance, SamplingParams.make(**requested), prompt_len)
+                again = bound(instance)
                 assert same_rows(row, again), f"bind({requested}) returned {row}, and {again} when it was called again"
 
     @since(1, 0)
@@ -206,15 +228,18 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         the test.
         """
         instance = self.make(self.vocab)
-        for name in sorted(self.reads & set(STANDARD)):
+        standard = self.reads & set(STANDARD)
+        for name in sorted(standard):
             for value in wrong_values(name, self.vocab):
                 self._check_refusal(instance, name, {name: value}, True)
         for requested in self.wrong_params(self.vocab):
-            name = next(iter(requested.get("extra") or requested))
+            names = requested.get("extra") or requested
+            name = next(iter(names))
             self._check_refusal(instance, name, requested, True)
         for name in sorted(self.reads - PROCESSED):
             for value in GARBAGE:
-                self._check_refusal(instance, name, {"extra": {name: value}}, False)
+                extra = {name: value}
+                self._check_refusal(instance, name, {"extra": extra}, False)
 
     def _check_refusal(self, instance: Any, name: str, requested: Mapping[str, Any], required: bool) -> None:
         """Bind parameters that are wrong, or that are wrong only for some plug-ins.
@@ -246,15 +271,20 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             "typical_p": 0.5, "mirostat_tau": 2.0, "encoder_repetition_penalty": 2.0,
         }  # fmt: skip
         instance = self.make(self.vocab)
-        other = {k: v for k, v in set_all.items() if k not in self.reads}
+        other = {}
+        for name, value in set_all.items():
+            if name not in self.reads:
+                other[name] = value
 
         @self.for_all(20, st.data())
         def holds(data: Any) -> None:
             requested = data.draw(self.keywords(self.vocab))
             params = SamplingParams.make(**requested)
-            plain = check_row_type(self.bound(instance, params), str(requested))
+            plain_row = self.bound(instance, params)
+            plain = check_row_type(plain_row, str(requested))
             extra = {**requested.get("extra", {}), "no_one_reads_this": 1.0}
-            passed = SamplingParams.make(**{**other, **requested, "extra": extra})
+            keywords = {**other, **requested, "extra": extra}
+            passed = SamplingParams.make(**keywords)
             row = self.bound(instance, passed)
             assert same_rows(plain, row), (
                 f"bind({requested}) returned {plain}, and {row} with {sorted(other)} set, which `reads` does not name"
@@ -281,26 +311,37 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         @self.for_all(40, st.data(), st.integers(0, 2**32))
         def holds(data: Any, seed: int) -> None:
             rng = random.Random(seed)
-            seqs = self.sequences(data, data.draw(st.integers(2, 6)))
+            number = whole(data, 2, 6)
+            seqs = self.sequences(data, number)
             crowd = []
             for s in seqs[1:]:
-                crowd += [replace(s, logits=x) for x in rng.sample(unlike(seqs[0].logits), 2)]
-            seqs = [*seqs, *crowd] if rng.random() < 0.7 else seqs
-            if many := rng.random() < 0.25:
+                others = unlike(seqs[0].logits)
+                crowd += [replace(s, logits=x) for x in rng.sample(others, 2)]
+            if rng.random() < 0.7:
+                seqs = [*seqs, *crowd]
+            many = rng.random() < 0.25
+            if many:
                 seqs += [replace(rng.choice(crowd), seed=i) for i in range(18)]
-            stage, slots = Stage(self, len(seqs) + 2), rng.sample(range(len(seqs) + 2), len(seqs))
+            size = len(seqs) + 2
+            stage = Stage(self, size)
+            slots = rng.sample(range(size), len(seqs))
             stage.join(slots, seqs)
-            order = rng.sample(range(len(seqs)), len(seqs) if many else rng.randint(2, len(seqs)))
-            logits = torch.stack([seqs[i].logits for i in order])
-            got = self.output(stage, [slots[i] for i in order], logits)
+            rows = len(seqs) if many else rng.randint(2, len(seqs))
+            order = rng.sample(range(len(seqs)), rows)
             seen["order"] += order != sorted(order)
-            seen["many"] += len(order) > 16
-            for j, i in list(enumerate(order))[:MOST_ALONE]:
-                what = f"as row {j} of {len(order)} (slot {slots[i]}), beside {len(order) - 1} others, it"
-                want = self.alone(seqs[i])
-                self._same(got[j], want, seqs[i], what)
+            seen["many"] += rows > 16
+            self._check_beside(stage, slots, seqs, order)
 
         seen.require(order=5, many=2)
+
+    def _check_beside(self, stage: Stage, slots: list[int], seqs: list[SampledSeq], order: list[int]) -> None:
+        """Compare rows of a step, given by their order, with the same rows alone."""
+        logits = stack_logits([seqs[i] for i in order])
+        got = self.output(stage, [slots[i] for i in order], logits)
+        for j, i in enumerate(order[:MOST_ALONE]):
+            what = f"as row {j} of {len(order)} (slot {slots[i]}), beside {len(order) - 1} others, it"
+            want = self.alone(seqs[i])
+            self._same(got[j], want, seqs[i], what)
 
     @since(1, 0)
     def test_stale_history_and_other_slots_do_not_matter(self) -> None:
@@ -309,16 +350,18 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         Entries after it, the contents of other slots, the slot of a row and the size of ``max_position`` may not
         change a result.
         """
+        seeds = st.integers(1, 2**20)
+        slots = st.integers(0, 4)
 
-        @self.for_all(40, st.data(), st.integers(1, 2**20), st.integers(0, 4))
+        @self.for_all(40, st.data(), seeds, slots)
         def holds(data: Any, garbage: int, slot: int) -> None:
             (s,) = self.sequences(data, 1)
-            stage = Stage(self, 5, garbage=garbage)
-            stage.join([slot], [s])
+            stage = self._stage_with(s, slot, 5, garbage=garbage)
+            want = self.alone(s)
             for most in (0, MAX_LEN):
-                got = self.output(stage, [slot], s.logits[None], most)[0]
+                got = self._output_of(stage, slot, s.logits, most)
                 reach = f"max_position {most or 'exact'}"
-                self._same(got, self.alone(s), s, f"in slot {slot} of 5, with garbage behind its history, {reach}, it")
+                self._same(got, want, s, f"in slot {slot} of 5, with garbage behind its history, {reach}, it")
 
     @since(1, 0)
     def test_only_the_columns_of_its_rows_change(self) -> None:
@@ -338,12 +381,11 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             logits = stack_logits([seqs[1], seqs[0]])
             self.output(stage, [1, 4], logits)
             assert torch.equal(stage.tokens, tokens), "wrote into rows.tokens, the engine's token history"
-            stage.accept([1, 4], [[5], [6]])
+            drawn = [[5], [6]]
+            stage.accept([1, 4], drawn)
             for name, column in stage.columns(range(6)).items():
-                changed = []
-                for i in (0, 2, 3, 5):
-                    if not torch.equal(column[i], before[name][i]):
-                        changed.append(i)
+                old = before[name]
+                changed = [i for i in (0, 2, 3, 5) if not torch.equal(column[i], old[i])]
                 assert not changed, f"column {name!r} of slots {changed} changed in a step with the rows of slots 1, 4"
 
     # ---- state ---------------------------------------------------------------------------------------------------
@@ -351,16 +393,18 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
     def _life(self, seqs: Sequence[SampledSeq], seed: int, **how: Any) -> list[Tensor]:
         """Return the outputs of three steps of some sequences, and their columns afterwards."""
         rng = np.random.default_rng(seed)
-        stage = Stage(self, len(seqs) + 1, **how)
-        slots = list(range(len(seqs), 0, -1))
+        n = len(seqs)
+        stage = Stage(self, n + 1, **how)
+        slots = list(range(n, 0, -1))
         stage.join(slots, seqs)
         out = []
         for _ in range(3):
-            logits = normal_logits(rng, 3, len(seqs), self.vocab)
+            logits = normal_logits(rng, 3, n, self.vocab)
             out.append(self.output(stage, slots, logits))
-            drawn = rng.integers(0, self.vocab, (len(seqs), 1))
+            drawn = rng.integers(0, self.vocab, (n, 1))
             stage.accept(slots, drawn)
-        return out + list(stage.columns(slots).values())
+        columns = stage.columns(slots)
+        return [*out, *columns.values()]
 
     @since(1, 0)
     def test_state_is_in_the_columns_alone(self) -> None:
@@ -370,19 +414,17 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         would be lost, or used for the wrong row.
         """
 
-        @self.for_all(20, st.data(), st.integers(0, 2**20))
+        @self.for_all(20, st.data(), SEEDS)
         def holds(data: Any, seed: int) -> None:
             seqs = self.sequences(data, 3)
-            fused = self._life(seqs, seed, instance=self.make(self.vocab))
+            one = self.make(self.vocab)
+            fused = self._life(seqs, seed, instance=one)
             fresh = self._life(seqs, seed, fresh=True)
-            for step, (a, b) in enumerate(zip(fused, fresh, strict=True)):
-                differ = []
-                for i in range(len(seqs)):
-                    if not torch.equal(a[i], b[i]):
-                        differ.append(i)
+            pairs = zip(fused, fresh, strict=True)
+            for step, (a, b) in enumerate(pairs):
+                differ = [i for i in range(len(seqs)) if not torch.equal(a[i], b[i])]
                 place = f"step {step}" if step < 3 else f"column {step - 3} at the end"
-                parts = (str(seqs[j]) for j in differ)
-                rows = "; ".join(parts)
+                rows = "; ".join(str(seqs[j]) for j in differ)
                 assert not differ, f"{place}: rows {differ} differ if another instance serves each call: {rows}"
 
     @since(1, 0)
@@ -410,11 +452,13 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         """Compare one commit of several tokens with as many commits of one token, for three rows."""
         slots = [2, 0, 3]
         k = int(rng.integers(2, MOST_COMMITTED + 1))
+        shape = (3, k)
         favourites = [3, 5, self.vocab - 1]
-        tokens = rng.integers(0, self.vocab, (3, k))
+        tokens = rng.integers(0, self.vocab, shape)
         some = int(rng.integers(1, k))
         count = rng.permutation([0, some, k])
-        tokens = np.where(rng.random((3, k)) < 0.5, rng.choice(favourites, (3, k)), tokens)
+        favoured = rng.random(shape) < 0.5
+        tokens = np.where(favoured, rng.choice(favourites, shape), tokens)
         logits = stack_logits(seqs)
         together = Stage(self, 4, max_len=MAX_LEN + MOST_COMMITTED)
         single = Stage(self, 4, max_len=MAX_LEN + MOST_COMMITTED)
@@ -424,28 +468,28 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             self.output(stage, slots, logits)
         before = together.columns(slots)
         accepted = np.arange(k) < count[:, None]
-        rejected = rng.choice([0, 5, self.vocab - 1], (3, k))
+        rejected = rng.choice([0, 5, self.vocab - 1], shape)
         passed = np.where(accepted, tokens, rejected)
         variant = together.variant(np.array(slots))
         together.accept(slots, passed, count, variant=variant)
         for i in range(k):
-            on = [j for j in range(3) if count[j] > i]
+            on = np.flatnonzero(count > i)
             on_slots = [slots[j] for j in on]
             single.accept(on_slots, tokens[on, i : i + 1])
         want = single.columns(slots)
         for name, column in together.columns(slots).items():
             for j, s in enumerate(seqs):
                 label = f"{s}, then tokens {passed[j].tolist()} with count {count[j]}: column {name!r} is"
-                seen["changed"] += not torch.equal(want[name][j], before[name][j])
-                assert torch.equal(column[j], want[name][j]), f"{label} {column[j]}, one by one {want[name][j]}"
+                old = before[name][j]
+                expected = want[name][j]
+                seen["changed"] += not torch.equal(expected, old)
+                assert torch.equal(column[j], expected), f"{label} {column[j]}, one by one {expected}"
         got = self.output(together, slots, logits)
         want_out = self.output(single, slots, logits)
         for j, s in enumerate(seqs):
             label = f"after {count[j]} of the tokens {passed[j].tolist()} at once, it"
             self._same(got[j], want_out[j], s, label)
-        kept = []
-        for row, n in zip(tokens.tolist(), count.tolist(), strict=True):
-            kept.append(row[:n])
+        kept = [tokens[j, :n].tolist() for j, n in enumerate(count)]
         seen["twice"] += any(len(set(row)) < len(row) for row in kept)
 
     @since(1, 0)
@@ -458,29 +502,29 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         self.need("multi_position")
         seen = Seen()
 
-        @self.for_all(30, st.data(), st.integers(0, 2**20))
+        @self.for_all(30, st.data(), SEEDS)
         def holds(data: Any, seed: int) -> None:
             (s,) = self.sequences(data, 1)
             rng = np.random.default_rng(seed)
-            k = data.draw(st.integers(1, 4))
+            k = whole(data, 1, 4)
             choices = [3, 5, *s.prompt[:3], self.vocab - 1]
             tokens = rng.choice(choices, k)
-            rows = [s.logits.roll(i) for i in range(k + 1)]
-            logits = torch.stack(rows)
-            together = Stage(self, 3, max_len=MAX_LEN + 8)
-            single = Stage(self, 3, max_len=MAX_LEN + 8)
-            for stage in (together, single):
-                stage.join([1], [s])
+            logits = torch.stack([s.logits.roll(i) for i in range(k + 1)])
+            together = self._stage_with(s, 1, 3, max_len=MAX_LEN + 8)
+            single = self._stage_with(s, 1, 3, max_len=MAX_LEN + 8)
             start = int(together.position[1])
+            end = start + k
             drafts = torch.tensor(tokens, dtype=torch.int32)
-            together.tokens[1, start : start + k] = drafts
+            together.tokens[1, start:end] = drafts
             together.ahead = np.arange(k + 1)
-            got = self.output(together, [1] * (k + 1), logits)
-            for i in range(k + 1):
-                want = self.output(single, [1], logits[i : i + 1])[0]
+            rows = [1] * (k + 1)
+            got = self.output(together, rows, logits)
+            for i, row in enumerate(logits):
+                want = self._output_of(single, 1, row)
                 self._same(got[i], want, s, f"behind the drafts {tokens[:i].tolist()}, in one step with them, it")
                 if i < k:
-                    single.accept([1], [[int(tokens[i])]])
+                    token = int(tokens[i])
+                    single.accept([1], [[token]])
             seen["drafts"] += k
 
         seen.require(drafts=20)
@@ -488,29 +532,33 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
     @since(1, 0)
     def test_a_fork_goes_on_as_its_source(self) -> None:
         """Check that after a fork, which copies the columns, both sequences continue as if each had been alone."""
+        ids = st.integers(0, self.vocab - 1)
 
-        @self.for_all(20, st.data(), st.integers(0, self.vocab - 1), st.integers(0, self.vocab - 1))
+        @self.for_all(20, st.data(), ids, ids)
         def holds(data: Any, x: int, y: int) -> None:
             (s,) = self.sequences(data, 1)
-            stage = Stage(self, 3, garbage=7)
-            stage.join([1], [s])
+            stage = self._stage_with(s, 1, 3, garbage=7)
             stage.fork(1, 0)
-            twins = self.output(stage, [0, 1], s.logits.repeat(2, 1))
-            self._same(twins[0], self.alone(s), s, "as a fork, it")
+            logits = s.logits.repeat(2, 1)
+            twins = self.output(stage, [0, 1], logits)
+            alone = self.alone(s)
+            self._same(twins[0], alone, s, "as a fork, it")
             stage.accept([1, 0], [[x], [y]])
-            got = self.output(stage, [1, 0], s.logits.repeat(2, 1))
-            kept = any(column.kept for column in stage.state.specs.values())
-            for j, token in enumerate((x, y)):
-                label = "after a fork" if j else "after it was forked"
-                longer = replace(s, output=(*s.output, token))
-                single = Stage(self, 1)
-                single.join([0], [s])
-                self.output(single, [0], s.logits[None])
-                single.accept([0], [[token]])
-                want = self.output(single, [0], s.logits[None])[0]
-                self._same(got[j], want, longer, label)
-                if not kept:
-                    self._same(got[j], self.alone(longer), longer, label)
+            source, fork = self.output(stage, [1, 0], logits)
+            self._check_grown(source, s, x, "after it was forked")
+            self._check_grown(fork, s, y, "after a fork")
+
+    def _check_grown(self, got: Tensor, s: SampledSeq, token: int, label: str) -> None:
+        """Compare the output of a sequence after one more token with that of the sequence in a stage of its own."""
+        single = self._stage_with(s, 0, 1)
+        self._output_of(single, 0, s.logits)
+        single.accept([0], [[token]])
+        want = self._output_of(single, 0, s.logits)
+        longer = replace(s, output=(*s.output, token))
+        self._same(got, want, longer, label)
+        columns = single.state.specs.values()
+        if not any(column.kept for column in columns):
+            self._same(got, self.alone(longer), longer, label)
 
     @since(1, 1)
     def test_a_preempted_row_goes_on_as_if_it_had_stayed(self) -> None:
@@ -519,36 +567,32 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         The columns there hold the fill, the values of ``bind`` and the effect of ``commit`` on its tokens; of the old
         columns only the ``kept`` ones are restored.  Other state that a draw stored is lost.
         """
+        leaving = st.integers(1, 4)
 
-        @self.for_all(30, st.data(), st.integers(0, 2**20), st.integers(1, 4))
+        @self.for_all(30, st.data(), SEEDS, leaving)
         def holds(data: Any, seed: int, leaves: int) -> None:
-            (s,), rng = self.sequences(data, 1), np.random.default_rng(seed)
+            (s,) = self.sequences(data, 1)
+            rng = np.random.default_rng(seed)
             s = replace(s, output=())
-            stages = [Stage(self, 3, garbage=5) for _ in range(2)]
-            slots = [1, 1]
-            came = ()
-            for stage in stages:
-                stage.join([1], [s])
+            stays = self._stage_with(s, 1, 3, garbage=5)
+            moves = self._stage_with(s, 1, 3, garbage=5)
+            slot = 1
+            grown = s
             for step in range(6):
                 if step == leaves:
-                    saved = stages[1].state.save(1)
-                    slots = [1, 2]
-                    stages[1].poison([1])
-                    stages[1].join([2], [replace(s, output=came)])
-                    stages[1].state.restore(2, saved)
-                values = rng.normal(0, 2, (1, self.vocab))
-                logits = torch.tensor(values, dtype=torch.float32)
-                a = self.output(stages[0], [slots[0]], logits)
-                b = self.output(stages[1], [slots[1]], logits)
-                grown = replace(s, output=came)
-                self._same(b[0], a[0], grown, f"in step {step}, preempted before step {leaves}, it")
-                if a.ndim == 1:
-                    token = int(a[0])
-                else:
-                    token = int(rng.integers(0, self.vocab))
-                for stage, slot in zip(stages, slots, strict=True):
-                    stage.accept([slot], [[token]])
-                came = (*came, token)
+                    saved = moves.state.save(1)
+                    slot = 2
+                    moves.poison([1])
+                    moves.join([2], [grown])
+                    moves.state.restore(2, saved)
+                logits = normal_logits(rng, 2, self.vocab)
+                a = self._output_of(stays, 1, logits)
+                b = self._output_of(moves, slot, logits)
+                self._same(b, a, grown, f"in step {step}, preempted before step {leaves}, it")
+                token = int(rng.integers(0, self.vocab)) if a.ndim else int(a)
+                stays.accept([1], [[token]])
+                moves.accept([slot], [[token]])
+                grown = replace(s, output=(*grown.output, token))
 
     @since(1, 0)
     def test_a_graph_replays_on_new_data(self) -> None:
@@ -571,13 +615,17 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         variant = 0
         for seqs in batches:
             stage.join(slots, seqs)
-            on &= stage.state.active[slots] | (self.kind == "sampler")
+            joined = stage.state.active[slots]
+            on &= joined | (self.kind == "sampler")
             variant |= stage.variant(slots)
         if not on.any():
             return
         at = np.flatnonzero(on)
         rows = stage.rows(slots[on], variant, MAX_LEN)
-        logits = [stack_logits([seqs[i] for i in at]).cuda() for seqs in batches]
+        logits = []
+        for seqs in batches:
+            rows_on = stack_logits([seqs[i] for i in at])
+            logits.append(rows_on.cuda())
         source = logits[1].clone()
         worker = stage.worker
         columns = stage.state.columns
@@ -587,9 +635,11 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
                 stage.join(slots, seqs)
                 fresh = stage.rows(slots[on], variant, MAX_LEN)
                 for name in ("position", "prompt", "seed", "sample"):
-                    getattr(rows, name).copy_(getattr(fresh, name))
+                    tensor = getattr(rows, name)
+                    tensor.copy_(getattr(fresh, name))
                 source.copy_(now)
                 replay()
-                want = self.call(self.make(self.vocab), now.clone(), fresh, columns)
+                other = self.make(self.vocab)
+                want = self.call(other, now.clone(), fresh, columns)
                 for j, i in enumerate(at):
                     self._same(got[j], want[j], seqs[i], "replayed from a graph, it")

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from minivllm.core.interfaces.params import SamplingParams
 
+from .drawing import one_of, whole
 from .sampling_rows import BANS, DRAWS, MAX_LEN, PENALTIES, SampledSeq, normal_logits, values_of
 
 Keywords = st.SearchStrategy[dict[str, Any]]
-GROUPS = (PENALTIES, ("logit_bias",), BANS, ("temperature_schedule",), (*DRAWS, "typical_p"))  # tested together
+DRAWN = (*DRAWS, "typical_p")
+GROUPS = (PENALTIES, ("logit_bias",), BANS, ("temperature_schedule",), DRAWN)  # tested together
 
 
 def keywords_of(reads: Collection[str], params: Sequence[Mapping[str, Any]], vocab: int) -> Keywords | None:
@@ -26,15 +28,21 @@ def keywords_of(reads: Collection[str], params: Sequence[Mapping[str, Any]], voc
     """
     found = []
     for group in GROUPS:
-        values = {name: values_of(name, vocab) for name in group if name in reads}
+        values = {}
+        for name in group:
+            if name in reads:
+                values[name] = values_of(name, vocab)
         if values:
             found.append(st.fixed_dictionaries({}, optional=values))
     if "mirostat_tau" in reads:  # mirostat replaces the limits top-k, top-p and min-p
-        more = {"mirostat_eta": st.sampled_from([0.05, 0.5]), "temperature": st.sampled_from([0.4, 1.7])}
+        eta = st.sampled_from([0.05, 0.5])
+        temperature = st.sampled_from([0.4, 1.7])
+        more = {"mirostat_eta": eta, "temperature": temperature}
         tau = {"mirostat_tau": values_of("mirostat_tau", vocab)}
         found.append(st.fixed_dictionaries(tau, optional=more))
     if params:
-        found.append(st.sampled_from(list(params)).map(dict))
+        own = st.sampled_from(list(params))
+        found.append(own.map(dict))
     if found:
         return st.one_of(found)
     return None if reads else st.just({})
@@ -67,12 +75,14 @@ def unlike(logits: Tensor) -> list[Tensor]:
     token is possible.
     """
     certain = logits.clone()
-    certain[int(logits.argmax()) - 1] = 60.0
+    before_best = int(logits.argmax()) - 1
+    certain[before_best] = 60.0
     single = torch.full_like(logits, -torch.inf)
     single[0] = 1.0
     level = torch.where(logits.isfinite(), 0.0, logits)
+    level_zero = torch.zeros_like(logits)
     moved = [logits + 50, logits - 300, 20 * logits, logits.flip(0)]
-    return [certain, level, torch.zeros_like(logits), *moved, single]
+    return [certain, level, level_zero, *moved, single]
 
 
 def histories(vocab: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -84,10 +94,12 @@ def histories(vocab: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     rng = np.random.default_rng(1)
 
     def some(n: int) -> tuple[int, ...]:
-        return tuple(rng.integers(0, vocab, n).tolist())
+        ids = rng.integers(0, vocab, n)
+        return tuple(ids.tolist())
 
     prompt = some(9)
-    phrase = tuple(rng.permutation(vocab)[:4].tolist())
+    distinct = rng.permutation(vocab)
+    phrase = tuple(distinct[:4].tolist())
     end = vocab - 1
     return {
         "tokens at random": (prompt, some(12)), "one token again and again": (prompt, (5,) * 12),
@@ -103,29 +115,37 @@ def histories(vocab: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
 
 def make_sequences(data: Any, n: int, vocab: int, keywords: Callable[[int], Keywords]) -> list[SampledSeq]:
     """Draw n sequences with parameters from ``keywords``, repeated tokens, and some logits of -inf and 0."""
-    seed = data.draw(st.integers(0, 2**32))
+    seed = whole(data, 0, 2**32)
     rng = np.random.default_rng(seed)
     return [_make_sequence(data, rng, vocab, keywords) for _ in range(n)]
 
 
 def _make_sequence(data: Any, rng: np.random.Generator, vocab: int, keywords: Callable[[int], Keywords]) -> SampledSeq:
-    params = SamplingParams.make(**data.draw(keywords(vocab)))
+    keywords_drawn = data.draw(keywords(vocab))
+    params = SamplingParams.make(**keywords_drawn)
     some = rng.integers(0, vocab, 3).tolist()
     favourites = [0, vocab - 1, *some]
-    length = data.draw(st.integers(1, MAX_LEN - 5))
+    length = whole(data, 1, MAX_LEN - 5)
     repeats = rng.random(length) < 0.5
     repeated = rng.choice(favourites, length)
-    tokens = np.where(repeats, repeated, rng.integers(0, vocab, length))
-    words = [word[:-1] for word in params.bad_words or () if 1 < len(word) <= length]
+    others = rng.integers(0, vocab, length)
+    tokens = np.where(repeats, repeated, others)
+    words = []
+    for word in params.bad_words or ():
+        if 1 < len(word) <= length:
+            words.append(word[:-1])
     if words and rng.random() < 0.7:  # random tokens would hardly ever end with the start of a bad word
         word = words[rng.integers(len(words))]
         tokens[length - len(word) :] = word
-    prompt = data.draw(st.integers(1, length))
-    spread = data.draw(st.sampled_from([0.3, 4.0]))
+    end_of_prompt = whole(data, 1, length)
+    spread = one_of(data, 0.3, 4.0)
     logits = normal_logits(rng, spread, vocab).numpy()
     logits[rng.random(vocab) < 0.1] = 0.0
-    logits[1:][rng.random(vocab - 1) < 0.1] = -np.inf
+    excluded = rng.random(vocab - 1) < 0.1
+    logits[1:][excluded] = -np.inf
     ids = tuple(tokens.tolist())
+    prompt = ids[:end_of_prompt]
+    output = ids[end_of_prompt:]
     seed = int(rng.integers(-(2**62), 2**62))
     sample = int(rng.integers(0, 4))
-    return SampledSeq(params, ids[:prompt], ids[prompt:], torch.tensor(logits), seed, sample)
+    return SampledSeq(params, prompt, output, torch.tensor(logits), seed, sample)

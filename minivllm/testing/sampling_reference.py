@@ -32,21 +32,30 @@ def standard_reference(
     for name, off in OFF.items():
         penalties[name] = getattr(params, name) if name in reads else off
     likelier = penalties["encoder_repetition_penalty"]
-    for token in set(prompt):
-        out[token] = out[token] * likelier if out[token] > 0 else out[token] / likelier
     repetition = penalties["repetition_penalty"]
+    for token in set(prompt):
+        _scale(out, token, likelier)
     for token in {*prompt, *output}:
-        out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
+        _scale(out, token, 1 / repetition)
     for token in set(output):
         out[token] -= penalties["frequency_penalty"] * output.count(token) + penalties["presence_penalty"]
     if "logit_bias" in reads:
-        for token, bias in (params.logit_bias or {}).items():
+        biases = params.logit_bias or {}
+        for token, bias in biases.items():
             out[int(token)] += bias
     for token in banned(reads, params, list(prompt), list(output), len(logits)):
         out[token] = -math.inf
     if "temperature_schedule" in reads and params.temperature_schedule is not None:
         out = out / factor(params, out, len(output))
     return out
+
+
+def _scale(logits: Tensor, token: int, factor: float) -> None:
+    """Multiply a logit above 0 by a factor, and divide any other logit by it."""
+    if logits[token] > 0:
+        logits[token] *= factor
+    else:
+        logits[token] /= factor
 
 
 def banned(reads: frozenset[str], params: SamplingParams, prompt: list[int], output: list[int], vocab: int) -> set[int]:
@@ -57,7 +66,8 @@ def banned(reads: frozenset[str], params: SamplingParams, prompt: list[int], out
     """
     tokens: set[int] = set()
     if "allowed_token_ids" in reads and params.allowed_token_ids is not None:
-        tokens |= set(range(vocab)) - set(params.allowed_token_ids)
+        allowed = set(params.allowed_token_ids)
+        tokens |= set(range(vocab)) - allowed
     if "bad_words" in reads:
         for word in params.bad_words or ():
             *before, last = map(int, word)
@@ -67,11 +77,12 @@ def banned(reads: frozenset[str], params: SamplingParams, prompt: list[int], out
     n = params.no_repeat_ngram_size if "no_repeat_ngram_size" in reads else 0
     history = prompt + output
     if n and len(history) >= n - 1:
-        tail = history[len(history) - n + 1 :]
-        grams = []
-        for i in range(len(history) - n + 1):
-            grams.append(history[i : i + n])
-        tokens |= {gram[-1] for gram in grams if gram[:-1] == tail}
+        start = len(history) - n + 1
+        tail = history[start:]
+        for i in range(start):
+            *before, last = history[i : i + n]
+            if before == tail:
+                tokens.add(last)
     return tokens
 
 
@@ -83,7 +94,8 @@ def factor(params: SamplingParams, logits: Tensor, t: int) -> float:
     share = min(t / schedule["tokens"], 1.0)
     if schedule["kind"] == "cosine":
         share = (1 - math.cos(math.pi * share)) / 2
-    return schedule["start"] + (schedule["end"] - schedule["start"]) * share
+    span = schedule["end"] - schedule["start"]
+    return schedule["start"] + span * share
 
 
 def _entropy_factor(schedule: Mapping[str, float], logits: Tensor) -> float:
@@ -96,7 +108,9 @@ def _entropy_factor(schedule: Mapping[str, float], logits: Tensor) -> float:
     possible = int((logits > -math.inf).sum())
     share = 0.0
     if possible > 1:
-        entropy = float(-(p * p.log()).sum())
+        sum_of_logs = (p * p.log()).sum()
+        entropy = -float(sum_of_logs)
         share = max(entropy / math.log(possible), 0.0)
     span = schedule["high"] - schedule["low"]
-    return schedule["low"] + span * share ** schedule.get("exponent", 1.0)
+    exponent = schedule.get("exponent", 1.0)
+    return schedule["low"] + span * share**exponent

@@ -39,7 +39,12 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
     {"kind": "cosine", "start": 0.4, "end": 1.9, "tokens": 31}, {"kind": "entropy", "low": 0.2, "high": 1.8},
     {"kind": "entropy", "low": 1.5, "high": 0.5, "exponent": 0.25},
 )  # fmt: skip
-GARBAGE = (None, "x", "", -1, 0.5, float("nan"), float("inf"), 10**30, [], [1], {}, {"a": 1}, True, b"x", object())
+NAN = float("nan")
+INFINITE = float("inf")
+ENORMOUS = 10**30
+NO_NUMBER = object()
+GARBAGE = (None, "x", "", -1, 0.5, NAN, INFINITE, ENORMOUS, [], [1], {}, {"a": 1}, True, b"x", NO_NUMBER)
+Slots = Sequence[int]
 VALUES: dict[str, tuple] = {  # standard parameter -> values that have an effect
     "repetition_penalty": (1.3, 0.8, 1.0001, 5.0),
     "encoder_repetition_penalty": (1.3, 0.8, 1.0001, 5.0),
@@ -58,16 +63,23 @@ VALUES: dict[str, tuple] = {  # standard parameter -> values that have an effect
 
 def values_of(name: str, vocab: int) -> st.SearchStrategy[Any]:
     """Return a hypothesis strategy for values of a standard sampling parameter that change something."""
-    token = st.integers(0, vocab - 1) | st.sampled_from([0, vocab - 1])
+    ids = st.integers(0, vocab - 1)
+    token = ids | st.sampled_from([0, vocab - 1])
     if name == "logit_bias":
         bias = st.floats(-100, 100, width=32)
-        by_id = st.dictionaries(st.integers(0, vocab - 1), bias, min_size=1, max_size=6)
-        return by_id | by_id.map(lambda biases: {str(token): b for token, b in biases.items()})
+        by_id = st.dictionaries(ids, bias, min_size=1, max_size=6)
+        return by_id | by_id.map(_by_text)
     if name == "bad_words":
-        return st.lists(st.lists(token, min_size=1, max_size=3), min_size=1, max_size=8)
+        word = st.lists(token, min_size=1, max_size=3)
+        return st.lists(word, min_size=1, max_size=8)
     if name == "allowed_token_ids":
         return st.lists(token, min_size=1, max_size=12)
     return st.sampled_from(VALUES[name])
+
+
+def _by_text(biases: Mapping[int, float]) -> dict[str, float]:
+    """Return biases by the text of token ids, as JSON has them."""
+    return {str(token): bias for token, bias in biases.items()}
 
 
 def wrong_values(name: str, vocab: int) -> Sequence[Any]:
@@ -93,7 +105,8 @@ def wrong_values(name: str, vocab: int) -> Sequence[Any]:
 
 def normal_logits(rng: np.random.Generator, spread: float, *shape: int) -> Tensor:
     """Return normally distributed logits, float32, with this standard deviation."""
-    return torch.tensor(rng.normal(0, spread, shape), dtype=torch.float32)
+    logits = rng.normal(0, spread, shape)
+    return torch.tensor(logits, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -109,20 +122,20 @@ class SampledSeq:
 
     def __str__(self) -> str:
         neutral = SamplingParams()
-        values = {}
-        for f in fields(self.params):
-            values[f.name] = getattr(self.params, f.name)
         changed = {}
-        for name, value in values.items():
-            if value != getattr(neutral, name):
-                changed[name] = value
+        for f in fields(self.params):
+            value = getattr(self.params, f.name)
+            if value != getattr(neutral, f.name):
+                changed[f.name] = value
         prompt = _shorten(self.prompt)
         output = _shorten(self.output)
         return f"a row with {changed or 'default parameters'}, prompt {prompt}, output {output}"
 
 
 def _shorten(ids: tuple[int, ...]) -> str:
-    return str(ids) if len(ids) <= MAX_LEN else f"{ids[:8]} and {len(ids) - 8} more"
+    if len(ids) <= MAX_LEN:
+        return str(ids)
+    return f"{ids[:8]} and {len(ids) - 8} more"
 
 
 def stack_logits(seqs: Sequence[SampledSeq]) -> Tensor:
@@ -168,17 +181,16 @@ class Stage:
         self.device = torch.device(suite.place())
         if instance is None:
             self.host = suite.make(self.vocab, max_len)
-        else:
-            self.host = instance
-        if instance is None:
             self._worker = suite.make(self.vocab, max_len)
         else:
-            self._worker = instance
+            self.host = self._worker = instance
         self.commits = type(self.host).commit is not Processor.commit
         self.state = ProcessorState(self._worker, slots, self.device)
-        shape = (slots, min(max_len, history) + 1)
+        kept = min(max_len, history)
+        shape = (slots, kept + 1)
         if garbage:
-            stale = np.random.default_rng(garbage).choice(STALE, shape)
+            rng = np.random.default_rng(garbage)
+            stale = rng.choice(STALE, shape)
         else:
             stale = np.zeros(shape)
         # number of drafts between the known tokens of a slot and the row's own token: one number, or [N]
@@ -200,30 +212,42 @@ class Stage:
             return self.suite.make(self.vocab, self.max_len)
         return self._worker
 
-    def poison(self, slots: Sequence[int]) -> None:
+    def poison(self, slots: Slots) -> None:
         """Fill the columns of some slots with numbers that an earlier sequence may have left there."""
+        at = list(slots)
         for column in self.state.columns.values():
-            column[list(slots)] = 1e30 if column.dtype in (torch.float32, torch.float64) else 100
+            if column.dtype in (torch.float32, torch.float64):
+                column[at] = 1e30
+            else:
+                column[at] = 100
 
-    def join(self, slots: Sequence[int], seqs: Sequence[SampledSeq]) -> None:
+    def join(self, slots: Slots, seqs: Sequence[SampledSeq]) -> None:
         """Put sequences into slots, and commit their output tokens one at a time."""
         at = np.asarray(slots)
         bound = {}
         for i, s in enumerate(seqs):
             prompt = np.array(s.prompt, np.int32)
             row = self.host.bind_prompt(s.params, prompt)
-            if check_row_type(row, str(s.params.extra or "")) is not None:
+            requested = str(s.params.extra or "")
+            if check_row_type(row, requested) is not None:
                 bound[i] = row
         self.state.join(at, self._on_device(at), bound)
         for slot, s in zip(at.tolist(), seqs, strict=True):
+            n = len(s.prompt)
             known = torch.tensor(s.prompt, dtype=torch.int32, device=self.device)
-            self.tokens[slot, : len(s.prompt)] = known
-            self.position[slot] = self.prompt[slot] = len(s.prompt)
+            self.tokens[slot, :n] = known
+            self.position[slot] = n
+            self.prompt[slot] = n
             self.seed[slot] = s.seed
             self.sample[slot] = s.sample
-        for i in range(max(len(s.output) for s in seqs)):
-            on = [j for j, s in enumerate(seqs) if len(s.output) > i]
-            tokens = [[seqs[j].output[i]] for j in on]
+        longest = max(len(s.output) for s in seqs)
+        for i in range(longest):
+            on = []
+            tokens = []
+            for j, s in enumerate(seqs):
+                if len(s.output) > i:
+                    on.append(j)
+                    tokens.append([s.output[i]])
             self.accept(at[on], tokens)
 
     def _on_device(self, numbers: np.ndarray) -> Tensor:
@@ -231,12 +255,13 @@ class Stage:
 
     def fork(self, source: int, to: int) -> None:
         """Copy a sequence with its columns and history to another slot."""
-        self.state.fork(np.array([source]), np.array([to]))
+        at_source = np.array([source])
+        self.state.fork(at_source, np.array([to]))
         self.tokens[to] = self.tokens[source]
         for column in (self.position, self.prompt, self.seed, self.sample):
             column[to] = column[source]
 
-    def accept(self, slots: Sequence[int], tokens: Any, count: Any = None, variant: int = 0) -> None:
+    def accept(self, slots: Slots, tokens: Any, count: Any = None, variant: int = 0) -> None:
         """Write tokens [N, k] to the histories of slots, and commit the first ``count`` [N] of each row.
 
         A ``count`` of None means that all are accepted.  Rejected tokens stay in the history after its end.
@@ -244,17 +269,19 @@ class Stage:
         slots = np.asarray(slots)
         new = self._on_device(np.asarray(tokens))
         if count is None:
-            count = np.full(len(slots), new.shape[1])
+            width = new.shape[1]
+            count = np.full(len(slots), width)
         else:
             count = np.asarray(count)
         for slot, row in zip(slots.tolist(), new, strict=True):
             start = int(self.position[slot])
-            self.tokens[slot, start : start + len(row)] = row.int()
+            end = start + len(row)
+            self.tokens[slot, start:end] = row.int()
         on = np.flatnonzero(self.state.active[slots])
         if self.commits and len(on):
             rows = self.rows(slots[on], variant)
             with torch.inference_mode(), unwritten(rows, "commit"):
-                accepted = torch.tensor(count[on], dtype=torch.int32, device=self.device)
+                accepted = self._on_device(count[on]).int()
                 committed = new[self._on_device(on)]
                 self.worker.commit(committed, accepted, rows, self.state.columns)
         self.position[slots] += count
@@ -264,15 +291,21 @@ class Stage:
         at = self.position[slots] + self.ahead
         own = None
         if self.suite.claims("own_model"):
-            ids = []
-            for slot, n in zip(slots.tolist(), at.tolist(), strict=True):
-                ids.append(self.tokens[slot, :n].tolist())
-            own = [self.suite.own_logits(row, self.vocab) for row in ids]
-            own = torch.stack(own).to(self.device)
-        by_slot = (self.prompt[slots], self.seed[slots], self.sample[slots])
-        numbers = [self._on_device(n) for n in (slots, at, *by_slot)]
+            own = self._own_logits(slots, at)
+        numbers = [slots, at]
+        for by_slot in (self.prompt, self.seed, self.sample):
+            numbers.append(by_slot[slots])
+        on_device = [self._on_device(n) for n in numbers]
         longest = max_position or int(at.max())
-        return Rows(*numbers, variant, self.tokens, longest, own)
+        return Rows(*on_device, variant, self.tokens, longest, own)
+
+    def _own_logits(self, slots: np.ndarray, at: np.ndarray) -> Tensor:
+        """Return the logits [N, V] of a processor's own model for slots at some positions."""
+        logits = []
+        for slot, n in zip(slots.tolist(), at.tolist(), strict=True):
+            ids = self.tokens[slot, :n].tolist()
+            logits.append(self.suite.own_logits(ids, self.vocab))
+        return torch.stack(logits).to(self.device)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -286,9 +319,10 @@ class Stage:
 
     def variant(self, slots: np.ndarray) -> int:
         """Return the variant bits of some slots, combined by or."""
-        return int(np.bitwise_or.reduce(self.state.variant[slots]))
+        variants = self.state.variant[slots]
+        return int(np.bitwise_or.reduce(variants))
 
-    def apply(self, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
+    def apply(self, slots: Slots, logits: Tensor, max_position: int = 0) -> Tensor:
         """Return logits [N, V] after the processor, which gets only the rows for which ``bind`` returned a row."""
         slots = np.asarray(slots)
         logits = logits.to(self.device, copy=True)
@@ -303,11 +337,13 @@ class Stage:
             logits[at] = part
         return logits
 
-    def draw(self, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
+    def draw(self, slots: Slots, logits: Tensor, max_position: int = 0) -> Tensor:
         """Return drawn tokens i64 [N]; a sampler gets every row, also if ``bind`` returned None for it."""
         slots = np.asarray(slots)
-        rows = self.rows(slots, self.variant(slots), max_position)
-        tokens = torch.full((len(slots),), -1, dtype=torch.int64, device=self.device)
+        variant = self.variant(slots)
+        rows = self.rows(slots, variant, max_position)
+        undrawn = np.full(len(slots), -1)
+        tokens = self._on_device(undrawn)
         out = Draw(tokens)
         worker = self.worker
         logits = logits.to(self.device)
@@ -322,12 +358,14 @@ class Stage:
             )
         if out.peaks is not None:
             ends = (math.inf, math.inf, -math.inf)
-            got = out.peaks.to(self.device).nan_to_num(*ends).amax(dim=1)
-            want = logits.to(self.device).nan_to_num(*ends).amax(dim=1)
+            peaks = out.peaks.to(self.device).nan_to_num(*ends)
+            finite = logits.to(self.device).nan_to_num(*ends)
+            got = peaks.amax(dim=1)
+            want = finite.amax(dim=1)
             assert torch.equal(got, want), f"the largest of out.peaks are {got}: expected those of the logits, {want}"
         return tokens
 
-    def columns(self, slots: Sequence[int]) -> dict[str, Tensor]:
+    def columns(self, slots: Slots) -> dict[str, Tensor]:
         """Return copies of the columns at some slots."""
         at = list(slots)
         return {name: column[at].clone() for name, column in self.state.columns.items()}
@@ -340,9 +378,11 @@ class WatchedProcessor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (Tensor.device.__get__, Tensor.shape.__get__, Tensor.dtype.__get__):
-            for tensor in (a for a in args if isinstance(a, WatchedProcessor)):
-                tensor.used = True
+        harmless = (Tensor.device.__get__, Tensor.shape.__get__, Tensor.dtype.__get__)
+        if func not in harmless:
+            for tensor in args:
+                if isinstance(tensor, WatchedProcessor):
+                    tensor.used = True
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -361,8 +401,9 @@ def unwritten(rows: Rows, call: str) -> Iterator[None]:
     for name, tensor in tensors.items():
         assert torch.equal(tensor, values[name]), f"{call} writes to rows.{name}{advice}"
         assert getattr(rows, name) is tensor, f"{call} puts another tensor into rows.{name}{advice}"
-    same = (rows.variant, rows.max_position) == others and rows.tokens is history
-    assert same, f"{call} changes rows.variant, max_position or tokens{advice}"
+    same = (rows.variant, rows.max_position) == others
+    kept = rows.tokens is history
+    assert same and kept, f"{call} changes rows.variant, max_position or tokens{advice}"
 
 
 def some_prompt(n: int, vocab: int) -> np.ndarray:
@@ -398,7 +439,8 @@ def _check_value(value: Any, column: Column, label: str) -> None:
     array = np.asarray(value)
     assert array.dtype.kind in "biuf", f"{label} has value {value!r}: expected numbers"
     assert array.size == math.prod(column.shape), f"{label} has shape {array.shape}: expected {column.shape}"
-    held = torch.as_tensor(array).to(getattr(torch, column.dtype))
+    dtype = getattr(torch, column.dtype)
+    held = torch.as_tensor(array).to(dtype)
     stored = held.double().numpy()
     assert not np.isnan(stored).any(), f"{label} is NaN: refuse the value with a RequestError"
     if column.dtype.startswith(("float", "bfloat")):
@@ -412,10 +454,9 @@ def same_rows(a: Row | None, b: Row | None) -> bool:
     """Return whether two results of ``bind`` have the same values and the same variant bits."""
     if a is None or b is None:
         return a is b
-    if a.values.keys() != b.values.keys() or a.variant != b.variant:
+    if a.variant != b.variant or a.values.keys() != b.values.keys():
         return False
-    pairs = [(np.asarray(a.values[name]), np.asarray(b.values[name])) for name in a.values]
-    return all(np.array_equal(one, other) for one, other in pairs)
+    return all(np.array_equal(value, b.values[name]) for name, value in a.values.items())
 
 
 def captured(call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
