@@ -28,8 +28,8 @@ class Shown(QueueView):
         columns = {name: getattr(view, name).copy() for name in COLUMNS}
         for column in columns.values():
             column.setflags(write=False)
-        self.__dict__.update(_columns=columns, _call=call, _over=False, _n=len(view))
         self.__dict__["_late"] = [] if late is None else late
+        self.__dict__.update(_columns=columns, _call=call, _over=False, _n=len(view))
 
     def __getattribute__(self, name: str) -> Any:
         if name not in COLUMNS:
@@ -48,7 +48,8 @@ class Shown(QueueView):
         return self.__dict__["_n"]
 
     def take(self, index: np.ndarray) -> QueueView:
-        return Taken(self, np.arange(len(self))[index])
+        every = np.arange(len(self))
+        return Taken(self, every[index])
 
     def over(self) -> None:
         """Refuse further reads of the view."""
@@ -71,7 +72,8 @@ class Taken(QueueView):
         return len(self.__dict__["_index"])
 
     def take(self, index: np.ndarray) -> QueueView:
-        return Taken(self, np.arange(len(self))[index])
+        every = np.arange(len(self))
+        return Taken(self, every[index])
 
 
 def frozen(view: QueueView) -> QueueView:
@@ -82,12 +84,14 @@ def frozen(view: QueueView) -> QueueView:
 def arrivals(arrival: np.ndarray, **columns: np.ndarray) -> QueueView:
     """Return a view of new requests that arrive at these seconds, alike except for the passed columns."""
     n = len(arrival)
-    usual = dict.fromkeys(("computed", "cached", "priority", "tenant", "preempted", "blocks"), 0)
-    usual |= dict.fromkeys(("prompt", "known", "predicted_out", "max_out"), 7)
-    numbers: dict[str, np.ndarray] = {name: np.full(n, value, np.int32) for name, value in usual.items()}
+    zeros = np.zeros(n, np.int32)
+    sevens = np.full(n, 7, np.int32)
     never = np.full(n, np.inf)
-    due = {"ttft_due": never, "tpot_due": never.copy()}
-    return QueueView(**{"id": np.arange(n), "arrival": arrival, **numbers, **due, **columns})
+    usual = {name: zeros.copy() for name in ("computed", "cached", "priority", "tenant", "preempted", "blocks")}
+    usual |= {name: sevens.copy() for name in ("prompt", "known", "predicted_out", "max_out")}
+    usual |= {"ttft_due": never, "tpot_due": never.copy()}
+    usual |= {"id": np.arange(n), "arrival": arrival}
+    return QueueView(**{**usual, **columns})
 
 
 class PolicyWatch:
@@ -104,7 +108,8 @@ class PolicyWatch:
         self.faults: list[str] = []
         self.late: list[str] = []
         for name, check in CHECKS.items():
-            setattr(policy, name, self._watched(name, getattr(policy, name), check))
+            call = getattr(policy, name)
+            setattr(policy, name, self._watched(name, call, check))
 
     def _watched(self, name: str, call: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method that calls the policy's method with read-only views and checks its result."""
@@ -164,12 +169,14 @@ def check_order(result: Any, head: QueueView, running: QueueView, now: float) ->
     """Return the ids of the sequences in the policy's order, or fail if the result is no list of distinct indices."""
     array = np.asarray(result)
     n = len(head)
-    assert array.ndim == 1 and (not array.size or array.dtype.kind in "iu"), (
+    whole = not array.size or array.dtype.kind in "iu"
+    assert array.ndim == 1 and whole, (
         f"order() returned {array.dtype} of shape {array.shape}: expected whole numbers in one dimension"
     )
     wrong = [int(i) for i in array if not 0 <= i < n]
     assert not wrong, f"order() returned the indices {wrong}: there are {n} sequences, so expected 0 to {n - 1}"
-    twice = sorted({int(i) for i in array if (array == i).sum() > 1})
+    indices, counts = np.unique(array, return_counts=True)
+    twice = indices[counts > 1].astype(int).tolist()
     assert not twice, f"order() returned the indices {twice} more than once in {array.tolist()}"
     return head.id[array.astype(int)].tolist()
 
@@ -179,8 +186,7 @@ def check_shape(result: Any, load: Load, now: float) -> tuple[str, Any, float]:
     assert isinstance(result, StepShape), f"shape() returned a {type(result).__name__}: expected a StepShape"
     assert result.kind in SHAPES, f"shape() returned kind={result.kind!r}: expected one of {', '.join(SHAPES)}"
     cap = result.prefill_cap
-    whole = isinstance(cap, (int, np.integer)) and not isinstance(cap, bool)
-    assert cap is None or (whole and cap >= 0), (
+    assert cap is None or (_is_whole(cap) and cap >= 0), (
         f"shape() returned prefill_cap={cap!r}: expected None or a whole number of tokens >= 0"
     )
     assert result.hold_until == result.hold_until, "shape() returned hold_until=nan: expected seconds of the clock"
@@ -204,9 +210,14 @@ def check_victim(result: Any, candidates: QueueView, need: int) -> tuple[int, in
 def check_displaced(result: Any, head: QueueView, running: QueueView, now: float) -> tuple[int, int]:
     """Return (id of the preempted row or -1, id of the waiting sequence), or fail if the result is no index or -1."""
     n = len(running)
-    valid = isinstance(result, (int, np.integer)) and not isinstance(result, bool) and -1 <= result < n
+    valid = _is_whole(result) and -1 <= result < n
     assert valid, f"displaced() returned {result!r} for {n} rows: expected the index of one, or -1"
     return int(running.id[result]) if result >= 0 else -1, int(head.id[0])
+
+
+def _is_whole(number: Any) -> bool:
+    """Return whether a value is a whole number, of Python or of numpy, and no truth value."""
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
 def check_ended(result: Any, gone: QueueView) -> list[int]:

@@ -24,6 +24,7 @@ from minivllm.core.interfaces.scheduler import Load, SchedulerContext, Scheduler
 from minivllm.errors import RequestError
 
 from .base import Seen, same_figures, since
+from .drawing import one_of
 from .kept import Lasting
 from .policy_keys import PolicyKeys
 from .policy_watch import PolicyWatch, arrivals, frozen
@@ -31,7 +32,10 @@ from .sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
 from .spec import SpecConformance
 
 IDLE_LIMIT = 60.0  # longest time in seconds without a step while requests wait and none runs
-SLOTS, BUDGET, BLOCK, MAX_LEN = 4, 32, 4, 64
+SLOTS = 4
+BUDGET = 32
+BLOCK = 4
+MAX_LEN = 64
 # tokens of a long prompt: 19 steps of the whole budget, and more than any limit in tokens that a policy may have
 LONG_PROMPT = 600
 
@@ -42,7 +46,8 @@ def drain(engine: Engine, clock: Clock, watch: PolicyWatch | None = None) -> Non
     AssertionError if that takes too many turns, if nothing runs for a minute, or if a call of the policy violated the
     contract.
     """
-    work = sum(r.end * len(r.sequences) for r in engine.requests.values())
+    requests = engine.requests.values()
+    work = sum(r.end * len(r.sequences) for r in requests)
     limit = 200 + 12 * work  # a row is preempted at most 8 times, the oldest row never
     turns = 0
     worked_at = clock.now
@@ -62,10 +67,18 @@ def drain(engine: Engine, clock: Clock, watch: PolicyWatch | None = None) -> Non
     assert engine.dead is None, engine.dead
 
 
+def _choose(logits: np.ndarray, ids: Any) -> int:
+    return int(np.argmax(logits))
+
+
+def _allow(ids: Any) -> Sequence[int]:
+    return range(VOCAB)
+
+
 FNS: Mapping[str | None, dict[str, Any]] = {
     None: {},
-    "host": {"choose_fn": lambda logits, ids: int(np.argmax(logits))},
-    "late": {"allowed_tokens_fn": lambda ids: range(VOCAB)},
+    "host": {"choose_fn": _choose},
+    "late": {"allowed_tokens_fn": _allow},
 }
 HARD = ("failed", "preempted", "hit", "copied", "forked", "aborted", "evicted", "host", "late", "refused")
 
@@ -90,17 +103,26 @@ class EngineMachine(RuleBasedStateMachine):
         prefix=st.booleans(),
     )
     def start(self, data, depth, windows, blocks, shrink, budget, prefix):
-        policy = data.draw(st.sampled_from(self.policies))
-        pools = [blocks, *[max(8, blocks - shrink)] * (len(windows) - 1)]
+        policy = one_of(data, *self.policies)
+        fewer = max(8, blocks - shrink)
+        others = [fewer] * (len(windows) - 1)
         self.clock = Clock()
         self.budget = budget
         self.engine = sim_engine(
-            slots=5, max_len=40, blocks=pools, windows=windows, depth=depth, budget=budget, prefix=prefix, policy=policy
+            slots=5,
+            max_len=40,
+            blocks=[blocks, *others],
+            windows=windows,
+            depth=depth,
+            budget=budget,
+            prefix=prefix,
+            policy=policy,
         )
         self.watch = PolicyWatch(self.engine.planner.policy)
         self.made: list[Request] = []
         self.gone: set[str] = set()
-        self.n = self.failed = 0
+        self.n = 0
+        self.failed = 0
 
     @rule(
         shared=st.integers(0, 20),
@@ -120,7 +142,8 @@ class EngineMachine(RuleBasedStateMachine):
         ),
     )
     def add(self, shared, own, n, out, salt, ignore, fn, service):
-        prompt = [7 * i % VOCAB for i in range(shared)] + own
+        common = [7 * i % VOCAB for i in range(shared)]
+        prompt = common + own
         self.admit(prompt, fn, n=n, max_tokens=out, cache_salt=salt, ignore_eos=ignore, **service)
 
     def admit(self, prompt, fn=None, **params):
@@ -131,7 +154,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.n += 1
         n = params.get("n", 1)
         try:
-            r = request(self.engine, f"r{self.n}", prompt, arrival=self.clock.now, **params, **FNS[fn])
+            params |= FNS[fn]
+            r = request(self.engine, f"r{self.n}", prompt, arrival=self.clock.now, **params)
         except RequestError as e:
             self.watch.check()
             need = n * -(-(len(prompt) + params["max_tokens"]) // BLOCK)  # without shared blocks
@@ -148,16 +172,17 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), own=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), out=st.integers(1, 8))
     def go_on(self, data, own, out):
         """Add a request that continues the prompt of an earlier one, whose blocks may be cached."""
-        r = data.draw(st.sampled_from(self.made))
-        prompt = (r.prompt.tolist() + own)[:30]
-        self.admit(prompt, max_tokens=out, cache_salt=r.params.cache_salt)
+        r = one_of(data, *self.made)
+        prompt = r.prompt.tolist() + own
+        self.admit(prompt[:30], max_tokens=out, cache_salt=r.params.cache_salt)
 
     @precondition(lambda self: self.n < 5)  # lets the crowd come only once per example
     @rule(first=st.integers(0, VOCAB - 1))
     def a_crowd(self, first):
         """Add so many long answers at once that most caches are too small for them, so that rows are preempted."""
         for i in range(5):
-            self.add(0, [(first + i) % VOCAB] * 4, 1, 20, None, True, None, {})
+            prompt = [(first + i) % VOCAB] * 4
+            self.admit(prompt, n=1, max_tokens=20, cache_salt=None, ignore_eos=True)
 
     @rule(times=st.integers(1, 12), seconds=st.sampled_from([0.001, 0.02, 0.5]))
     def step(self, times, seconds):
@@ -195,7 +220,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.cache.check()
 
     def teardown(self):
-        if not hasattr(self, "engine") or self.watch.faults or self.engine.dead:
+        failed = not hasattr(self, "engine") or self.watch.faults or self.engine.dead
+        if failed:
             return  # a rule of the state machine has failed already
         drain(self.engine, self.clock, self.watch)
         at_rest(self.engine)
@@ -203,8 +229,9 @@ class EngineMachine(RuleBasedStateMachine):
             for s, got in zip(r.sequences, outputs(r), strict=True):
                 self.check_answer(r, s, *got)
         pool = self.engine.cache.pools[0]
+        calls = [name for name, _ in self.watch.log]
         self.seen["preempted"] += self.engine.planner.preemptions
-        self.seen["victim"] += sum(name == "victim" for name, _ in self.watch.log)
+        self.seen["victim"] += calls.count("victim")
         self.seen["hit"] += pool.hits
         self.seen["evicted"] += pool.evictions
         self.seen["copied"] += self.engine.cache.copied
@@ -216,22 +243,27 @@ class EngineMachine(RuleBasedStateMachine):
         """
         want, why = answer(r.prompt, r.params, s.sample, 40)
         if reason == "error":
-            assert "planned failure" in s.error and got == want[: len(got)], s.error
+            assert "planned failure" in s.error, s.error
+            assert got == want[: len(got)], s.error
         elif r.id in self.gone:
-            assert reason in ("abort", why) and got == want[: len(got)]
+            assert reason in ("abort", why)
+            assert got == want[: len(got)]
         else:
             assert (got, reason) == (want, why)
             self.seen["finished"] += 1
         # forks, and sliding windows, whose blocks cannot be reserved, may be preempted more often
-        assert s.preempted <= PROTECTED_AFTER or r.params.n > 1 or len(self.engine.cache.pools) > 1
-        assert r.cached_tokens < len(r.prompt) or not r.cached_tokens
+        may_repeat = r.params.n > 1 or len(self.engine.cache.pools) > 1
+        assert may_repeat or s.preempted <= PROTECTED_AFTER
+        cached = r.cached_tokens
+        assert not cached or cached < len(r.prompt)
 
 
 # (results of the policy's calls, slots and numbers of tokens of the steps)
 Decisions = tuple[list[tuple[str, Any]], list[Any]]
+MakePolicy = Callable[..., SchedulerPolicy]
 
 
-def trace(policy: Callable[..., SchedulerPolicy], between: Callable[[], None] = lambda: None) -> Decisions:
+def trace(policy: MakePolicy, between: Callable[[], None] = lambda: None) -> Decisions:
     """Return the decisions of a policy, and the resulting steps, for a fixed series of arrivals and aborts.
 
     ``between`` is called between steps.
@@ -241,13 +273,17 @@ def trace(policy: Callable[..., SchedulerPolicy], between: Callable[[], None] = 
     engine = sim_engine(slots=SLOTS, max_len=MAX_LEN, blocks=22, budget=BUDGET, depth=1, policy=policy)
     watch = PolicyWatch(engine.planner.policy)
     for i in range(40):
-        service = dict(priority=rng.randint(-2, 2), tenant=rng.choice("abc"))
+        priority = rng.randint(-2, 2)
+        service = dict(priority=priority, tenant=rng.choice("abc"), tpot_ms=20.0)
         service["ttft_ms"] = rng.choice([None, 5.0, 5e3])
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+        length = rng.randint(1, 30)
+        prompt = [rng.randrange(VOCAB) for _ in range(length)]
         n = 3 if i % 11 == 10 else 1
-        out = rng.randint(1, 30 if n == 1 else 8)
-        request(engine, f"r{i}", prompt, arrival=clock.now, max_tokens=out, n=n, tpot_ms=20.0, **service)
-        for _ in range(rng.randint(0, 6)):
+        most = 30 if n == 1 else 8
+        out = rng.randint(1, most)
+        request(engine, f"r{i}", prompt, arrival=clock.now, max_tokens=out, n=n, **service)
+        turns = rng.randint(0, 6)
+        for _ in range(turns):
             clock.turn(engine)
             watch.check()
             between()
@@ -312,22 +348,27 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         counts = (7 + new).astype(np.int32)
         columns = dict.fromkeys(("prompt", "known", "predicted_out", "max_out"), counts)
         columns["tenant"] = new.astype(np.int32)
-        columns["priority"] = (new % 2**20).astype(np.int32)
-        columns |= {"ttft_due": now + 1.0 + new, "tpot_due": now + 2.0 + new, "id": new}
+        priorities = new % 2**20
+        columns["priority"] = priorities.astype(np.int32)
+        columns["ttft_due"] = now + 1.0 + new
+        columns["tpot_due"] = now + 2.0 + new
+        columns["id"] = new
         arrival = now + np.arange(4.0)
         view = frozen(arrivals(arrival, **columns))
         none = view.take(np.arange(0))
         three = view.take(np.arange(3))
-        last = view.take(np.arange(3, 4))
+        last = view.take(np.array([3]))
         instance.key(view)
         instance.lane(view)
-        instance.shape(Load(4, 0, 0, 90, 100, BUDGET, 5.0), now + 5)
+        fresh = Load(4, 0, 0, 90, 100, BUDGET, 5.0)
+        instance.shape(fresh, now + 5)
         instance.order(view, none, now + 5)
-        instance.shape(Load(1, 3, 0, 90, 100, BUDGET, 6.0), now + 6)
+        filled = Load(1, 3, 0, 90, 100, BUDGET, 6.0)
+        instance.shape(filled, now + 6)
         instance.order(last, three, now + 6)
         instance.victim(view, 1)
-        aborted = (new % 2).astype(np.int32)
-        instance.ended(frozen(arrivals(arrival, **columns, aborted=aborted)))
+        columns["aborted"] = (new % 2).astype(np.int32)
+        instance.ended(frozen(arrivals(arrival, **columns)))
 
     @since(1, 1)
     def test_its_figures_are_numbers_by_name_and_asking_changes_nothing(self) -> None:
@@ -349,9 +390,11 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         tokens.
         """
         seen = Seen()
-        machine = type("Machine", (EngineMachine,), {"policies": [self.make], "seen": seen})
+        attributes = {"policies": [self.make], "seen": seen}
+        machine = type("Machine", (EngineMachine,), attributes)
         self.run_machine(machine, 200, steps=30)
-        seen.require(**dict.fromkeys(HARD, 5), finished=100, victim=5)
+        seen.require(finished=100, victim=5)
+        seen.require(**dict.fromkeys(HARD, 5))
 
     @since(1, 0)
     def test_a_backlog_longer_than_the_window_is_worked_off(self) -> None:
@@ -359,7 +402,8 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
 
         No more requests arrive meanwhile.
         """
-        window = self.build(*self.context()).window
+        policy = self.build(*self.context())
+        window = policy.window
         assert isinstance(window, int) and window >= 1, f"window={window!r}: expected a whole number >= 1"
         clock = Clock()
         engine = sim_engine(slots=16, blocks=100, budget=64, max_len=MAX_LEN, policy=self.make)
@@ -369,7 +413,8 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         for i in range(n):
             prompt = [i % VOCAB, i // VOCAB]
             arrival = clock.now - n + i
-            requests.append(request(engine, f"r{i}", prompt, arrival=arrival, max_tokens=1 + i % 3))
+            r = request(engine, f"r{i}", prompt, arrival=arrival, max_tokens=1 + i % 3)
+            requests.append(r)
         drain(engine, clock, watch)
         for r in requests:
             expected = [answer(r.prompt, r.params)]
@@ -382,7 +427,8 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         The same requests are served twice, the second time with a clock at another time of day.
         """
         first, steps = trace(self.make)
-        with mock.patch.multiple(time, **{n: _later(n) for n in ("time", "monotonic", "perf_counter")}):
+        clocks = {name: _later(name) for name in ("time", "monotonic", "perf_counter")}
+        with mock.patch.multiple(time, **clocks):
             second, again = trace(self.make)
         for i, (a, b) in enumerate(zip(first, second, strict=False)):
             assert a == b, f"decision {i} of {len(first)}: {a[0]} returned {a[1]} in one run and {b[1]} in the next"
@@ -465,7 +511,8 @@ def _add(
 ) -> Request:
     """Add a request with a random prompt of ``prompt`` tokens after ``prefix`` tokens that all requests share."""
     rng = random.Random(seed)
-    ids = [3] * prefix + [rng.randrange(VOCAB) for _ in range(prompt)]
+    drawn = [rng.randrange(VOCAB) for _ in range(prompt)]
+    ids = [3] * prefix + drawn
     return request(engine, rid, ids, arrival=arrival, max_tokens=out, ignore_eos=True, **more)
 
 

@@ -7,6 +7,7 @@ without the engine.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,8 +29,15 @@ from minivllm.plugins.executor.options import SimOptions
 from minivllm.plugins.executor.sim import Sim
 from minivllm.plugins.scheduler.fcfs import Fcfs
 
-VOCAB, EOS_ID = 50, 49
+VOCAB = 50
+EOS_ID = 49
 MODEL = MadeUpModel(VOCAB)
+PART = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
+FIXED: dict[str, Any] = {  # fields of Wiring that are the same in each simulated engine
+    "model_dir": "", "load_format": "dummy", "device": "cpu", "dtype": "float32", "batch_invariant": False, "seed": 0,
+    "eos_ids": (EOS_ID,),
+}  # fmt: skip
+Answer = tuple[list[int], str]  # token ids and finish reason
 
 
 def logprobs_after(history: np.ndarray) -> np.ndarray:
@@ -38,32 +46,39 @@ def logprobs_after(history: np.ndarray) -> np.ndarray:
 
 
 def _stop_ids(params: SamplingParams) -> set[int]:
-    return {*params.stop_token_ids, *(() if params.ignore_eos else (EOS_ID,))}
+    if params.ignore_eos:
+        return set(params.stop_token_ids)
+    return {*params.stop_token_ids, EOS_ID}
 
 
-def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) -> tuple[list[int], str]:
+def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) -> Answer:
     """Return the expected token ids and finish reason of one sample of a request.
 
     Sample 0 draws the likeliest tokens.  A ``choose_fn`` is assumed to choose them too, for every sample.
     """
+    if params.choose_fn is not None:
+        sample = 0
     tokens = list(prompt)
-    end = min(len(tokens) + params.max_tokens, max_len)
-    drawn_as = np.array([0 if params.choose_fn is not None else sample])
+    first = len(tokens)
+    least = first + params.min_tokens
+    end = min(first + params.max_tokens, max_len)
+    drawn_as = np.array([sample])
     stops = _stop_ids(params)
     while True:
         h = hash_of(np.array(tokens))
-        t = int(MODEL.draw(h, drawn_as)[0])
-        if t in stops and len(tokens) < len(prompt) + params.min_tokens:
-            likeliest = MODEL.at_rank(h, np.arange(VOCAB)).tolist()
-            t = next(i for i in likeliest if i not in stops)
+        drawn = MODEL.draw(h, drawn_as)
+        t = int(drawn[0])
+        if t in stops and len(tokens) < least:
+            likeliest = MODEL.at_rank(h, np.arange(VOCAB))
+            t = next(i for i in likeliest.tolist() if i not in stops)
         tokens.append(t)
         if t in stops:
-            return tokens[len(prompt) :], "stop"
+            return tokens[first:], "stop"
         if len(tokens) >= end:
-            return tokens[len(prompt) :], "length"
+            return tokens[first:], "length"
 
 
-def guided_answer(prompt, guide: Guide, params: SamplingParams, max_len: int = 256) -> tuple[list[int], str]:
+def guided_answer(prompt, guide: Guide, params: SamplingParams, max_len: int = 256) -> Answer:
     """Return the expected token ids and finish reason of a request with a guide.
 
     A guide is a second prompt that changes the logits of the request. The likeliest tokens of the combined
@@ -71,12 +86,14 @@ def guided_answer(prompt, guide: Guide, params: SamplingParams, max_len: int = 2
     """
     own = list(prompt)
     other = list(guide.prompt) or own[-1:]
-    most = min(params.max_tokens, max_len - len(own), max_len - len(other))
+    longest = max(len(own), len(other))
+    most = min(params.max_tokens, max_len - longest)
     stops = _stop_ids(params)
     for n in range(most):
         a = logprobs_after(np.array(own))
         b = logprobs_after(np.array(other))
-        x = np.float32(guide.scale) * (a - b) + b
+        scale = np.float32(guide.scale)
+        x = scale * (a - b) + b
         if n < params.min_tokens:
             x[list(stops)] = -np.inf
         token = int(x.argmax())
@@ -103,10 +120,13 @@ class SimExecutor(Sim):
         return tuple(self.blocks)
 
     def submit(self, plan) -> None:
-        self.max_tokens = max(self.max_tokens, int(plan.q_len.sum()))
+        tokens = int(plan.q_len.sum())
         drafts = np.count_nonzero(plan.draft)  # further rows of the same slots
-        self.max_rows = max(self.max_rows, len(plan.slots) - drafts)
-        self.trail.append((plan.slots.tolist(), plan.q_len.tolist()))
+        rows = len(plan.slots) - drafts
+        self.max_tokens = max(self.max_tokens, tokens)
+        self.max_rows = max(self.max_rows, rows)
+        step = (plan.slots.tolist(), plan.q_len.tolist())
+        self.trail.append(step)
         super().submit(plan)
 
     def _finished(self, step):
@@ -119,7 +139,8 @@ class SimExecutor(Sim):
         zeros = np.zeros(len(plan.samples), np.int32)
         error = (StepError("step", "sim", "planned failure"),)
         flags = zeros.astype(np.uint8)
-        return StepResult(plan.id, plan.slots[plan.samples], zeros, zeros, flags, errors=error)
+        slots = plan.slots[plan.samples]
+        return StepResult(plan.id, slots, zeros, zeros, flags, errors=error)
 
 
 class Clock:
@@ -172,47 +193,52 @@ class NoProcessor:
         return Row()
 
 
-def _wiring(
-    slots: int,
-    max_len: int,
+def _cache_wiring(
     block: int,
-    depth: int,
-    budget: int,
-    drafts: int,
     groups: int,
     checkpoints: int | None,
-    stores: tuple[Part, ...] = (),
-    compress: tuple[float, int] | None = None,
-    pressure: float = 0,
-    images: ImageWiring | None = None,
-) -> Wiring:
-    part = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
-    cache = CacheWiring(
+    stores: tuple[Part, ...],
+    compress: tuple[float, int] | None,
+    pressure: float,
+) -> CacheWiring:
+    """Return the settings of a cache with one layer in each of its groups."""
+    kv_budget, compress_every = compress or (0, 0)
+    indices = tuple((i,) for i in range(groups))
+    return CacheWiring(
         block,
-        groups=tuple((i,) for i in range(groups)),
+        groups=indices,
         num_state_checkpoints=checkpoints or 0,
         recurrent=checkpoints is not None,
         stores=stores,
-        kv_budget=compress[0] if compress else 0,
-        compress_every=compress[1] if compress else 0,
+        kv_budget=kv_budget,
+        compress_every=compress_every,
         pressure_budget=pressure,
     )
-    return Wiring(
-        model_dir="",
-        load_format="dummy",
-        device="cpu",
-        dtype="float32",
-        max_num_seqs=slots,
-        max_num_batched_tokens=budget,
-        max_model_len=max_len,
-        batch_invariant=False,
-        seed=0,
-        parts={"model": part, "sampler": part, "drafter": part, **({"compressor": part} if compress else {})},
-        cache=cache,
-        steps=StepWiring(run_ahead=depth),
-        speculation=SpeculationWiring(drafts, "always"),
-        images=images or ImageWiring(),
-        eos_ids=(EOS_ID,),
+
+
+def _space_of(engine: Engine, slot: int) -> object:
+    """Return the tenant and the salt of the sequence in a slot: only sequences with the same ones share blocks."""
+    seq = engine.slots.seq[slot]
+    if seq is None:  # the sequence left its slot between the plan of the step and its submission
+        flight = engine.in_flight[-1]
+        slots = flight.plan.slots.tolist()
+        serial = flight.serial[slots.index(slot)]
+        seq = engine.planner.departed[int(serial)]
+    params = seq.request.params
+    return params.tenant, params.cache_salt
+
+
+def _plugins(policy, evictor, strategy, reads, now, predictor) -> EngineParts:
+    """Return the plug-ins of an engine, made from the arguments of ``sim_engine``."""
+    processor = NoProcessor(reads)
+    branches = strategy or _Strategy()
+    return EngineParts(
+        policy=functools.partial(policy, None),
+        evictor=functools.partial(evictor, None),
+        processors=[("sim/none", processor)],
+        strategies=[("sim/branches", branches)],
+        now=now,
+        predictor=predictor,
     )
 
 
@@ -250,31 +276,30 @@ def sim_engine(
     ``compress`` has ``kv_budget`` and ``compress_every``, or None.  ``pressure`` is ``pressure_budget``.  ``device``
     makes the simulated device, ``predictor`` the predictor; None means ``SimExecutor`` and no predictions.
     """
-    groups, cached = len(windows), (stores, compress, pressure)
-    wiring = _wiring(slots, max_len, block, depth, budget, drafts, groups, checkpoints, *cached, images)
-    options = SimOptions(step_ms=0, vocab_size=VOCAB, check=True)
-    blocks = blocks if isinstance(blocks, list) else [blocks] * groups
-    executor = (device or SimExecutor)(options, blocks, windows)
-    parts = EngineParts(
-        policy=lambda ctx: policy(None, ctx),
-        evictor=lambda ctx: evictor(None, ctx),
-        processors=[("sim/none", NoProcessor(reads))],
-        strategies=[("sim/branches", strategy or _Strategy())],
-        now=now,
-        predictor=predictor,
+    groups = len(windows)
+    parts = dict.fromkeys(("model", "sampler", "drafter"), PART)
+    if compress:
+        parts["compressor"] = PART
+    wiring = Wiring(
+        **FIXED,
+        max_num_seqs=slots,
+        max_num_batched_tokens=budget,
+        max_model_len=max_len,
+        parts=parts,
+        cache=_cache_wiring(block, groups, checkpoints, stores, compress, pressure),
+        steps=StepWiring(run_ahead=depth),
+        speculation=SpeculationWiring(drafts, "always"),
+        images=images or ImageWiring(),
     )
-    engine = Engine(wiring, executor, executor.start(wiring), parts, CacheOptions(windows, prefix, partial))
-
-    def space(slot: int) -> object:
-        seq = engine.slots.seq[slot]
-        if seq is None:  # the sequence left its slot between the plan of the step and its submission
-            flight = engine.in_flight[-1]
-            row = flight.plan.slots.tolist().index(slot)
-            seq = engine.planner.departed[int(flight.serial[row])]
-        params = seq.request.params
-        return params.tenant, params.cache_salt
-
-    executor.space = space
+    options = SimOptions(step_ms=0, vocab_size=VOCAB, check=True)
+    if not isinstance(blocks, list):
+        blocks = [blocks] * groups
+    make_device = device or SimExecutor
+    executor = make_device(options, blocks, windows)
+    plugins = _plugins(policy, evictor, strategy, reads, now, predictor)
+    cache = CacheOptions(windows, prefix, partial)
+    engine = Engine(wiring, executor, executor.start(wiring), plugins, cache)
+    executor.space = functools.partial(_space_of, engine)
     return engine
 
 
@@ -293,7 +318,8 @@ def request(engine: Engine, rid: str, prompt, arrival: float | None = None, **pa
     if arrival is None:
         arrival = float(len(engine.requests))
     made = SamplingParams.make(**params)
-    r = Request(rid, np.array(prompt, np.int32), made, arrival=arrival)
+    ids = np.array(prompt, np.int32)
+    r = Request(rid, ids, made, arrival=arrival)
     engine.add(r)
     return r
 
@@ -327,7 +353,8 @@ def at_rest(engine: Engine) -> None:
     engine.cache.check()
     slots = engine.slots
     planner = engine.planner
-    assert len(slots.running) == 0 and len(slots.free) + len(slots.cooling) == slots.size
+    assert len(slots.running) == 0
+    assert len(slots.free) + len(slots.cooling) == slots.size
     assert planner.reserved == 0 and planner.n_waiting == 0 and not planner.departed
     assert not engine.in_flight and not engine.requests
     for pool in engine.cache.pools:
