@@ -26,7 +26,17 @@ from minivllm.registration.spec import ANY
 
 from .base import Seen, since
 from .harness import Harness, play, seats
-from .model_config import IGNORED, UNCHANGED, field_names, logits, other_values, record_reads, unstable
+from .model_config import (
+    IGNORED,
+    UNCHANGED,
+    field_names,
+    largest,
+    logits,
+    other_values,
+    record_reads,
+    tolerance_of,
+    unstable,
+)
 from .model_states import ModelStates
 from .model_taps import ModelTaps
 from .tiny import VARIANTS, attention_of, edits, quiet, read_tensors, save, small_config, tiny_model, write_tensors
@@ -88,7 +98,8 @@ class ModelConformance(ModelTaps, ModelStates):
 
     def harness(self, path: Path, **more: Any) -> Harness:
         """Return the plug-in's model with the weights of a directory; ``more`` are arguments of ``Harness``."""
-        more = {"dtype": self.dtype(), "device": self.place(), **more}
+        facts = {"dtype": self.dtype(), "device": self.place()}
+        more = {**facts, **more}
         with quiet():
             cfg = more.pop("cfg", None) or open_checkpoint(str(path)).from_transformers()
             return Harness(path, self.build(), cfg, **more)
@@ -101,7 +112,8 @@ class ModelConformance(ModelTaps, ModelStates):
     def exercise(self, instance: ModelArch) -> Any:
         cfg = self.config(self.first())
         harness = Harness(".", instance, cfg, self.dtype(), device=self.place(), load_format="dummy")
-        return harness.step({0: PROMPT[:5]})[0].tolist()
+        step = harness.step({0: PROMPT[:5]})
+        return step[0].tolist()
 
     def first(self) -> Any:
         """Return the model class of transformers for the first claimed architecture."""
@@ -121,7 +133,8 @@ class ModelConformance(ModelTaps, ModelStates):
             cfg = self.config(cls, **values)
             self.check_size(cls, cfg)
             hf = tiny_model(cfg, seed, cls)
-            return self.case_of(save(hf, path, shard), hf)
+            saved = save(hf, path, shard)
+            return self.case_of(saved, hf)
 
     def cases(self, tmp_path: Path) -> Iterator[tuple[str, ModelCase]]:
         """Yield (architecture name, saved random model) for each claimed architecture."""
@@ -157,17 +170,19 @@ class ModelConformance(ModelTaps, ModelStates):
         """
         want = logits(hf, tokens)
         dtype = dtype or self.dtype()
-        if dtype == "float32":
-            tolerance = max(1e-4, 2e-5 * float(want.abs().max()))
-        else:
-            half = logits(self._reload(path, type(hf), dtype), tokens)
-            tolerance = 4 * float((half - want).abs().max()) + 1e-3
+        half = None
+        if dtype != "float32":
+            model = self._reload(path, type(hf), dtype)
+            half = logits(model, tokens)
+        tolerance = tolerance_of(want, half)
         return ModelCase(path, hf, want, tolerance)
 
     def _reload(self, path: Path, cls: Any, dtype: str = "float32") -> Any:
         with quiet():
             attention = attention_of(cls.config_class())
-            return cls.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention).eval()
+            target = getattr(torch, dtype)
+            model = cls.from_pretrained(path, dtype=target, attn_implementation=attention)
+            return model.eval()
 
     def difference(self, got: Tensor, case: ModelCase) -> str:
         """Describe how logits [tokens, vocabulary] differ from the expected ones; empty if within the tolerance."""
@@ -237,9 +252,11 @@ class ModelConformance(ModelTaps, ModelStates):
     def verdicts(self, cls: Any, tmp_path: Path) -> dict[str, Judgement]:
         """Return (status, reason) of the plain config and of each variant alone, by name (see ``judge``)."""
         found = {}
-        for i, (name, values) in enumerate({"the plain config": {}, **self.named_variants()}.items()):
-            cuts = (5, 6, 23)
-            found[name] = self.judge(cls, tmp_path / f"{cls.__name__}-{i}", values, cuts)
+        variants = {"the plain config": {}, **self.named_variants()}
+        cuts = (5, 6, 23)
+        for i, (name, values) in enumerate(variants.items()):
+            folder = tmp_path / f"{cls.__name__}-{i}"
+            found[name] = self.judge(cls, folder, values, cuts)
         return found
 
     # ---- equal to transformers -----------------------------------------------------------------------------------
@@ -273,14 +290,18 @@ class ModelConformance(ModelTaps, ModelStates):
         the field.  Numbers of heads, sizes and tied embeddings must be implemented."""
         for name, cls in self.families().items():
             found = self.verdicts(cls, tmp_path)
-            wrong = [f"{name}, {variant}: {why}" for variant, (status, why) in found.items() if status == "wrong"]
+            wrong = []
+            seen = Seen()
+            for variant, (status, why) in found.items():
+                seen[status] += 1
+                if status == "wrong":
+                    wrong.append(f"{name}, {variant}: {why}")
             assert not wrong, "\n".join(wrong)
             fields = set(vars(self.config(cls)))
             for variant, values in self.named_variants().items():
-                must = variant in MUST_SERVE and set(values) <= fields
-                status, why = found[variant]
-                assert not must or status != "refused", f"{name}, {variant}: must be served, but is refused: {why}"
-            seen = Seen(status for status, _ in found.values())
+                if variant in MUST_SERVE and set(values) <= fields:
+                    status, why = found[variant]
+                    assert status != "refused", f"{name}, {variant}: must be served, but is refused: {why}"
             assert seen["equal"] >= 4, f"the test itself is too weak: {dict(seen)}"
 
     @since(1, 0)
@@ -294,13 +315,22 @@ class ModelConformance(ModelTaps, ModelStates):
         seen = Seen()
         axes = []
         for axis in self.variants().values():
-            equal = [values for name, values in axis.items() if found[name][0] == "equal"]
+            equal = []
+            for name, values in axis.items():
+                status, _ = found[name]
+                if status == "equal":
+                    equal.append(values)
             axes.append(st.sampled_from([{}, *equal]))
+        places = st.integers(1, len(PROMPT) - 1)
 
-        @self.for_all(40, st.tuples(*axes), st.sets(st.integers(1, len(PROMPT) - 1)))
+        @self.for_all(40, st.tuples(*axes), st.sets(places))
         def _(chosen: tuple, cuts: set) -> None:
-            values = {k: v for variant in chosen for k, v in variant.items()}
-            status, why = self.judge(cls, tmp_path / f"mix-{seen.total()}", values, sorted(cuts)[:4])
+            values = {}
+            for variant in chosen:
+                values |= variant
+            folder = tmp_path / f"mix-{seen.total()}"
+            few = sorted(cuts)[:4]
+            status, why = self.judge(cls, folder, values, few)
             seen[status] += 1
             assert status != "wrong", f"{cls.__name__} with {values}: {why}"
 
@@ -311,15 +341,19 @@ class ModelConformance(ModelTaps, ModelStates):
         """Check that each of 32 greedy tokens is the best token of transformers after the tokens before it.  Tokens
         whose logits differ by less than the tolerance count as equally good."""
         for name, cls in self.families().items():
-            for seed in range(4 if self.long else 1):
+            seeds = 4 if self.long else 1
+            for seed in range(seeds):
                 case = self.case(cls, tmp_path / f"{name}-{seed}", seed=seed)
-                tokens = self.harness(case.path).greedy(0, PROMPT, NEW_TOKENS)
-                want = logits(case.hf, PROMPT + tokens)[len(PROMPT) - 1 : -1]
+                harness = self.harness(case.path)
+                tokens = harness.greedy(0, PROMPT, NEW_TOKENS)
+                every = logits(case.hf, PROMPT + tokens)
+                want = every[len(PROMPT) - 1 : -1]
                 ids = torch.tensor(tokens)[:, None]
                 taken = want.gather(1, ids)[:, 0]
                 short = want.max(-1).values - taken
-                late = int((short > case.tolerance).float().argmax())
-                assert (short <= case.tolerance).all(), (
+                near = short <= case.tolerance
+                late = int((~near).float().argmax())
+                assert near.all(), (
                     f"{name}: new token {late} is {tokens[late]}, transformers takes {int(want[late].argmax())}, "
                     f"whose logit is higher by {short[late]:.4f}"
                 )
@@ -343,15 +377,16 @@ class ModelConformance(ModelTaps, ModelStates):
     def _check_indices(self, harness: Harness, tolerance: float) -> None:
         """Fail unless a step with logits indices returns the same logits as the same step without them."""
         # slot 1 is the first row of the step, so its only token has index 0
-        indices = [len(PROMPT), 3, 0, len(PROMPT), 7]
+        n = len(PROMPT)
+        indices = [n, 3, 0, n, 7]
         got, _ = harness.logits({0: PROMPT, 1: [9]}, indices)
         assert len(got) == len(indices), f"{len(indices)} hidden states are requested, the model returns {len(got)}"
         every, _ = harness.logits({2: PROMPT, 3: [9]})
-        off = float((got - every[indices]).abs().max())
+        off = largest(got - every[indices])
         assert off <= tolerance, f"logits of the requested tokens are off by {off:.1e} (tolerance {tolerance:.1e})"
-        with_indices = harness.step({0: [5]})[0]
-        without = harness.step({2: [5]})[2]
-        off = float((with_indices - without).abs().max())
+        with_indices = harness.step({0: [5]})
+        without = harness.step({2: [5]})
+        off = largest(with_indices[0] - without[2])
         assert off <= tolerance, f"after a step with indices, logits are off by {off:.1e} (tolerance {tolerance:.1e})"
 
     @since(1, 0)
@@ -361,30 +396,30 @@ class ModelConformance(ModelTaps, ModelStates):
         Positions come with the step, keys and values from the cache.  If ``batch_invariant`` is claimed, the logits of
         that mode on a CPU are equal bit for bit.
         """
-        modes = {False, self.claims("batch_invariant") and self.place() == "cpu"}
+        modes = [False]
+        if self.claims("batch_invariant") and self.place() == "cpu":
+            modes.append(True)
         for name, cls in self.families().items():
             for invariant in modes:
                 case = self.case(cls, tmp_path / name)
                 harness = self.harness(case.path, batch_invariant=invariant)
-                runs = {
-                    "whole": harness.step({0: PROMPT})[0],
-                    "token by token": harness.chunked(1, PROMPT, range(1, len(PROMPT))),
-                    "among other sequences": self._among_others(harness),
-                }
+                places = range(1, len(PROMPT))
+                runs = {"whole": _of_prompt(harness)}
+                runs["token by token"] = harness.chunked(1, PROMPT, places)
+                runs["among other sequences"] = self._among_others(harness)
                 for cut, got in runs.items():
                     self.check_logits(got, case, f"{name}, {cut}")
-                    same = not invariant or torch.equal(got, runs["whole"])
-                    assert same, f"{name}, {cut}: other bits with batch_invariant"
+                    if invariant:
+                        same = torch.equal(got, runs["whole"])
+                        assert same, f"{name}, {cut}: other bits with batch_invariant"
 
     def _among_others(self, harness: Harness) -> Tensor:
         """Return the logits of ``PROMPT`` in slot 2, computed in four steps that hold other sequences too."""
-        feeds = (
-            {2: PROMPT[:5], 3: [9] * 11, 4: [3]},
-            {2: PROMPT[5:6], 3: [4], 4: [7]},
-            {2: PROMPT[6:12], 3: [8], 4: [6, 6], 5: [11, 12, 13]},
-            {2: PROMPT[12:], 4: [1] * 7, 5: [2]},
-        )
-        parts = [harness.step(feed)[2] for feed in feeds]
+        first = harness.step({2: PROMPT[:5], 3: [9] * 11, 4: [3]})
+        second = harness.step({2: PROMPT[5:6], 3: [4], 4: [7]})
+        third = harness.step({2: PROMPT[6:12], 3: [8], 4: [6, 6], 5: [11, 12, 13]})
+        last = harness.step({2: PROMPT[12:], 4: [1] * 7, 5: [2]})
+        parts = [step[2] for step in (first, second, third, last)]
         return torch.cat(parts)
 
     @since(1, 0)
@@ -395,12 +430,12 @@ class ModelConformance(ModelTaps, ModelStates):
         """
         tokens = (PROMPT * 15)[:700]
         for name, cls in self.families().items():
-            hf = self.case(cls, tmp_path / name, max_position_embeddings=1024).hf
+            case = self.case(cls, tmp_path / name, max_position_embeddings=1024)
+            hf = case.hf
+            dtypes = {self.dtype()}
             if self.long:
-                half = self.values("dtype", "bfloat16")
-            else:
-                half = ()
-            for dtype in {self.dtype(), *half}:
+                dtypes |= set(self.values("dtype", "bfloat16"))
+            for dtype in dtypes:
                 case = self.case_of(tmp_path / name, hf, tokens, dtype)
                 harness = self.harness(case.path, dtype=dtype, max_len=704, slots=2)
                 cuts = (130, 131, 500)
@@ -415,19 +450,22 @@ class ModelConformance(ModelTaps, ModelStates):
         over its logits.  The median over all tokens counts, because rounding may make a router choose other experts
         for a few tokens.
         """
+        seeds = 8 if self.long else 2
         for name, cls in self.families().items():
             for dtype in self.values("dtype", "bfloat16", "float16"):
                 ours = []
                 theirs = []
-                for seed in range(8 if self.long else 2):
+                for seed in range(seeds):
                     path = tmp_path / f"{name}-{dtype}-{seed}"
                     model = tiny_model(self.config(cls), seed, cls)
                     save(model.to(getattr(torch, dtype)), path)
-                    want = logits(self._reload(path, cls), PROMPT)
-                    their = logits(self._reload(path, cls, dtype), PROMPT) - want
+                    exact = self._reload(path, cls)
+                    rounded = self._reload(path, cls, dtype)
+                    want = logits(exact, PROMPT)
+                    their = logits(rounded, PROMPT) - want
                     theirs.append(their)
                     harness = self.harness(path, dtype=dtype)
-                    got = harness.step({0: PROMPT})[0]
+                    got = _of_prompt(harness)
                     ours.append(got.cpu() - want)
                 error = _median_rms(ours)
                 allowed = _median_rms(theirs)
@@ -447,7 +485,8 @@ class ModelConformance(ModelTaps, ModelStates):
                 shares = [self.harness(case.path, group=seat) for seat in group]
             except ModelError as exc:
                 pytest.skip(f"refuses to be split over 2 processes: {exc}")
-            for rank, got in enumerate(play(group, [partial(h.step, {0: PROMPT}) for h in shares])):
+            steps = [partial(share.step, {0: PROMPT}) for share in shares]
+            for rank, got in enumerate(play(group, steps)):
                 self.check_logits(got[0], case, f"{name}, process {rank} of 2")
 
     # ---- the checkpoint ------------------------------------------------------------------------------------------
@@ -461,12 +500,13 @@ class ModelConformance(ModelTaps, ModelStates):
         for name, case in self.cases(tmp_path):
             seen = Seen()
             for tensor in edits(case.path, lambda t: t + 0.3 * torch.randn(t.shape)):
-                got = self.harness(case.path).step({0: PROMPT})[0]
+                harness = self.harness(case.path)
+                got = _of_prompt(harness)
                 reloaded = self._reload(case.path, type(case.hf))
                 changed = self.case_of(case.path, reloaded)
                 self.check_logits(got, changed, f"{name}: after a change of {tensor}")
-                effect = (changed.want - case.want).abs().max()
-                seen["effect"] += bool(effect > 10 * changed.tolerance)
+                effect = largest(changed.want - case.want)
+                seen["effect"] += effect > 10 * changed.tolerance
             seen.require(effect=10)
 
     @since(1, 0)
@@ -475,12 +515,15 @@ class ModelConformance(ModelTaps, ModelStates):
         A weight that is silently left out would keep the old contents of its memory."""
         for name, case in self.cases(tmp_path):
             path = case.path
-            for fault, change in (("missing", lambda t: None), ("cut short", lambda t: t[:-1].clone())):
+            faults = {"missing": lambda t: None, "cut short": lambda t: t[:-1].clone()}
+            for fault, change in faults.items():
                 for tensor in edits(path, change):
                     self._refuses(path, tensor, f"{name}: {tensor} is {fault}")
             tensors = read_tensors(path)
-            for tensor in sorted(_surplus(list(tensors))):
-                write_tensors(path, {**tensors, tensor: torch.zeros(3)})
+            surplus = _surplus(list(tensors))
+            for tensor in sorted(surplus):
+                unknown = {tensor: torch.zeros(3)}
+                write_tensors(path, {**tensors, **unknown})
                 self._refuses(path, tensor, f"{name}: {tensor} is in the checkpoint but not in this architecture")
 
     def _refuses(self, path: Path, tensor: str, fault: str) -> None:
@@ -498,14 +541,17 @@ class ModelConformance(ModelTaps, ModelStates):
         All memory holds NaN before.
         """
         for name, cls in self.families().items():
-            single = self.harness(self.case(cls, tmp_path / name).path).parts.modules
-            path = self.case(cls, tmp_path / f"{name}-shards", shard="20KB").path
-            assert len(list(path.glob("*.safetensors"))) > 1, "the test itself is too weak: only one file"
-            several = self.harness(path).parts.modules
+            case = self.case(cls, tmp_path / name)
+            sharded = self.case(cls, tmp_path / f"{name}-shards", shard="20KB")
+            files = list(sharded.path.glob("*.safetensors"))
+            assert len(files) > 1, "the test itself is too weak: only one file"
+            single = self.harness(case.path).parts.modules
+            several = self.harness(sharded.path).parts.modules
             for module, other in zip(single.values(), several.values(), strict=True):
                 for key, tensor in module.tensors.items():
                     assert tensor.isfinite().all(), f"{name}: {module.name}.{key} is not filled from the checkpoint"
-                    assert torch.equal(tensor, other.tensors[key]), f"{name}: {module.name}.{key} differs in shards"
+                    same = torch.equal(tensor, other.tensors[key])
+                    assert same, f"{name}: {module.name}.{key} differs in shards"
 
     @since(1, 0)
     def test_dummy_weights_depend_on_the_seed_alone(self) -> None:
@@ -515,9 +561,10 @@ class ModelConformance(ModelTaps, ModelStates):
             runs = []
             for seed in (1, 1, 2):
                 harness = self.harness(Path("nowhere"), cfg=cfg, load_format="dummy", seed=seed)
-                runs.append(harness.step({0: PROMPT})[0])
+                runs.append(_of_prompt(harness))
             first, again, changed = runs
-            assert first.isfinite().all() and torch.equal(first, again), f"{name}: two loads with one seed differ"
+            same = first.isfinite().all() and torch.equal(first, again)
+            assert same, f"{name}: two loads with one seed differ"
             assert not torch.equal(first, changed), f"{name}: the seed changes nothing"
 
     # ---- the config ----------------------------------------------------------------------------------------------
@@ -561,16 +608,19 @@ class ModelConformance(ModelTaps, ModelStates):
 
     def _changes(self, cls: Any) -> Iterator[dict[str, Any]]:
         """Yield changes of one number or switch of a config: the plain config, or a rope or window variant."""
-        for key, value in vars(self.config(cls)).items():
+        config = self.config(cls)
+        for key, value in vars(config).items():
             if key not in UNCHANGED:
-                yield from ({key: new} for new in other_values(value))
-        for values in self.variants().get("rope", {}).values():
+                yield from _one_changed({}, key, value)
+        axes = self.variants()
+        for values in axes.get("rope", {}).values():
             rope = values.get("rope_parameters", {})
             for key, value in rope.items():
-                yield from ({**values, "rope_parameters": {**rope, key: new}} for new in other_values(value))
-        for values in self.variants().get("window", {}).values():
+                for changed in _one_changed(rope, key, value):
+                    yield {**values, "rope_parameters": changed}
+        for values in axes.get("window", {}).values():
             for key, value in values.items():
-                yield from ({**values, key: new} for new in other_values(value))
+                yield from _one_changed(values, key, value)
 
     @since(1, 0)
     def test_attention_describes_the_layers_that_are_built(self, tmp_path: Path) -> None:
@@ -579,16 +629,20 @@ class ModelConformance(ModelTaps, ModelStates):
         ``states`` must return the recurrent state of each other layer.  The engine lays out the KV cache by both
         before the model exists.
         """
+        variants = self.named_variants()
         for name, cls in self.families().items():
             for variant in ("the plain config", "three layers", "mqa"):
-                cfg = self.config(cls, **self.named_variants().get(variant, {}))
+                values = variants.get(variant, {})
+                cfg = self.config(cls, **values)
                 self._check_specs(cfg, f"{name}, {variant}")
 
     def _check_specs(self, cfg: Any, label: str) -> None:
         """Fail unless the specs that ``attention`` returns are those of the layers that are built from the config."""
-        specs = list(self.build().attention(cfg))
-        states = list(self.build().states(cfg))
-        parts = self.harness(Path("nowhere"), cfg=cfg, load_format="dummy").parts
+        arch = self.build()
+        specs = list(arch.attention(cfg))
+        states = list(arch.states(cfg))
+        harness = self.harness(Path("nowhere"), cfg=cfg, load_format="dummy")
+        parts = harness.parts
         count = f"{len(specs)} specs" + (f", and states() {len(states)} states," if states else "")
         found = len(specs) + len(states)
         assert found == cfg.num_hidden_layers, (
@@ -606,12 +660,27 @@ def _surplus(names: list[str]) -> set[str]:
     """Return names of tensors that this model does not have: of a layer after the last, or with another ending."""
     first = names[0]
     layer = next(name for name in names if re.search(r"\.1\.", name))
-    surplus = {first + "_surplus", re.sub(r"\.1\.", ".7.", layer), layer + ".surplus.weight"}
-    surplus |= {re.sub(r"[^.]+\.weight$", "surplus.weight", name) for name in names}
+    of_seventh = re.sub(r"\.1\.", ".7.", layer)
+    surplus = {first + "_surplus", of_seventh, layer + ".surplus.weight"}
+    for name in names:
+        surplus.add(re.sub(r"[^.]+\.weight$", "surplus.weight", name))
     return surplus - set(names)
+
+
+def _one_changed(values: Mapping[str, Any], key: str, value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the values of config fields with other values of one of them."""
+    for new in other_values(value):
+        yield {**values, key: new}
+
+
+def _of_prompt(harness: Harness) -> Tensor:
+    """Return the logits of ``PROMPT``, computed in one step."""
+    step = harness.step({0: PROMPT})
+    return step[0]
 
 
 def _median_rms(errors: list[Tensor]) -> float:
     """Return the median over tokens of the root mean square of a token's errors [tokens, vocabulary]."""
-    mean_square = torch.cat(errors).square().mean(-1)
+    squares = torch.cat(errors).square()
+    mean_square = squares.mean(-1)
     return float(mean_square.sqrt().median())

@@ -15,6 +15,7 @@ from minivllm.core.interfaces.taps import read_only
 
 from .base import since
 from .harness import Harness
+from .model_config import largest
 from .spec import SpecConformance
 
 FEED = {0: [5, 9, 3, 17, 11, 2, 8], 1: [4]}  # slot -> tokens of a step
@@ -39,7 +40,12 @@ class Passed:
             return x
         token = torch.linspace(0, 1, len(x))[:, None]
         channel = torch.linspace(-1, 1, x.shape[1])
-        return x + self.add * (token * channel).to(x)
+        added = token * channel
+        return x + self.add * added.to(x)
+
+    def at(self, point: str) -> list[Tensor]:
+        """Return the tensors that passed a point."""
+        return [x for found, x in self.found if found == point]
 
     def given(self, point: str) -> Tensor | None:
         """Return None, so that the router chooses the experts at a tap point."""
@@ -89,16 +95,16 @@ class ModelTaps(SpecConformance):
         shapes = sorted((point, list(x.shape)) for point, x in every.found)
         want = sorted((point, [8, width]) for point, width in points.items())
         assert shapes == want, f"{name}: in a step of 8 tokens the taps received {shapes}; expected {want}"
-        off = float((got - plain).abs().max())
+        off = largest(got - plain)
         assert off <= tolerance, f"{name}: with taps logits are off by {off:.1e} (tolerance {tolerance:.1e})"
         for point, width in points.items():
             alone = Passed({point: width}, point, 5.0)
-            off = float((self._tapped_logits(harness, alone) - plain).abs().max())
-            passed = [x for found, x in alone.found if found == point]
+            changed = self._tapped_logits(harness, alone)
+            off = largest(changed - plain)
+            passed = alone.at(point)
             assert len(passed) == 1, f"{name}: {point} passed {len(passed)} times when tapped alone: expected once"
             assert off > tolerance or read_only(point), f"{name}: a vector added at {point} changes no logit"
-            before = next(x for found, x in every.found if found == point)
-            far = float((passed[0] - before).abs().max())
+            far = largest(passed[0] - every.at(point)[0])
             assert far <= tolerance, f"{name}: {point} is off by {far:.1e} when tapped alone"
 
     @since(2, 7)
@@ -122,17 +128,19 @@ class ModelTaps(SpecConformance):
         """Give the router's own experts at a tap point, and then other ones, and check the logits."""
         plain = Passed({point: width})
         logits = self._tapped_logits(harness, plain)
-        own = next(x for one, x in plain.found if one == point).int()
+        own = plain.at(point)[0].int()
         taps = Gives({point: width}, {point: own})
         same = self._tapped_logits(harness, taps)
         assert torch.equal(same, logits), f"{name}: the router's own experts, given at {point}, change the logits"
         other = own.flip(0).contiguous()
         other[1] = -1
         changed = Gives({point: width}, {point: other})
-        off = float((self._tapped_logits(harness, changed) - logits).abs().max())
+        given = self._tapped_logits(harness, changed)
+        off = largest(given - logits)
         want = torch.where(other >= 0, other, own)
-        found = [x.int() for one, x in changed.found if one == point]
-        assert len(found) == 1 and torch.equal(found[0], want), f"{name}: given experts do not pass through {point}"
+        found = [x.int() for x in changed.at(point)]
+        passed = len(found) == 1 and torch.equal(found[0], want)
+        assert passed, f"{name}: given experts do not pass through {point}"
         assert off > 0 or torch.equal(want, own), f"{name}: other experts given at {point} change no logit"
 
     def _tapped_logits(self, harness: Harness, taps: Passed) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,8 @@ LLAMA3_ROPE = {
 
 
 def _rope(kind: str, **values: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **values}}
+    values = {"rope_type": kind, "rope_theta": 100.0, **values}
+    return {"rope_parameters": values}
 
 
 def _window(types: list[str], **values: Any) -> dict[str, Any]:
@@ -103,7 +104,8 @@ def _window(types: list[str], **values: Any) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": 6, **layers, **values}
 
 
-FULL, NEAR = "full_attention", "sliding_attention"
+FULL = "full_attention"
+NEAR = "sliding_attention"
 # values of config.json to test, axis -> name -> fields; contexts of the rope variants are shorter than the prompts
 VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "heads": {
@@ -189,38 +191,53 @@ def small_config(cls: Any, **values: Any) -> PretrainedConfig:
     """
     fields = _defaults(cls)
     known = fields.keys() | cls.attribute_map.keys()
+    values = {**_layers(known, values), **values}
 
     def canonical(name: str) -> str:
         return cls.attribute_map.get(name, name)
 
-    if "attention_types" in known:  # GPT-Neo has a list of [kinds of layers, repetitions]
-        layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
-        types = [[["global", "local"], layers // 2], [["global"], layers % 2]]
-        values = {"attention_types": types, **values}
-    if "linear_num_key_heads" in known:  # layers with attention alternate with layers that have a recurrent state
-        layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
-        kinds = ["linear_attention" if i % 2 == 0 and layers > 1 else FULL for i in range(layers)]
-        values = {"layer_types": kinds, **values}
-    if "conv_L_cache" in known:
-        layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
-        kinds = ["conv" if i % 2 == 0 and layers > 1 else FULL for i in range(layers)]
-        own = {"layer_types": kinds, "block_multiple_of": 16, "num_dense_layers": 1}
-        values = {**{name: value for name, value in own.items() if name in known}, **values}
-    small = {k: v for k, v in SMALL.items() if k in known}
+    small = {name: value for name, value in SMALL.items() if name in known}
     aliases = {canonical(name) for name in (*small, *values)}
     for name, default in fields.items():
         for pattern, most in ((EXPERTS, SMALL["num_experts"]), (CHOSEN, SMALL["num_experts_per_tok"])):
-            if pattern.fullmatch(name) and type(default) is int and default > most and name not in aliases:
+            large = type(default) is int and default > most
+            if large and pattern.fullmatch(name) and name not in aliases:
                 small[name] = most
-    small = {k: v for k, v in small.items() if k in values or canonical(k) not in values}
+    for name in list(small):
+        if name not in values and canonical(name) in values:
+            del small[name]
     # a copy, because some classes change the values that they receive
     return cls(**copy.deepcopy({**small, **values}))
+
+
+def _layers(known: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config that give the kind of each layer, if its class has such fields."""
+    layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
+    if "attention_types" in known:  # GPT-Neo has a list of [kinds of layers, repetitions]
+        pairs = [["global", "local"], layers // 2]
+        last = [["global"], layers % 2]
+        return {"attention_types": [pairs, last]}
+    if "linear_num_key_heads" in known:  # layers with attention alternate with layers that have a recurrent state
+        return {"layer_types": _alternating("linear_attention", layers)}
+    if "conv_L_cache" not in known:
+        return {}
+    kinds = _alternating("conv", layers)
+    own = {"layer_types": kinds, "block_multiple_of": 16, "num_dense_layers": 1}
+    return {name: value for name, value in own.items() if name in known}
+
+
+def _alternating(kind: str, layers: int) -> list[str]:
+    """Return the kinds of layers that alternate with full attention; a single layer has full attention."""
+    if layers == 1:
+        return [FULL]
+    return [FULL if i % 2 else kind for i in range(layers)]
 
 
 def tiny_config(family: str = "llama", heads: str = "gqa", **values) -> PretrainedConfig:
     """Return a config of a model family: 2 layers, width 32, 61 tokens; ``values`` replace fields."""
     q, kv = HEADS[heads]
-    return small_config(CONFIGS[family], **{"num_attention_heads": q, "num_key_value_heads": kv, **values})
+    values = {"num_attention_heads": q, "num_key_value_heads": kv, **values}
+    return small_config(CONFIGS[family], **values)
 
 
 def attention_of(cfg: Any) -> str:

@@ -13,7 +13,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .tiny import quiet, save, tiny_model
 
-VOCAB, IMAGE, START, END = 320, 319, 317, 316
+VOCAB = 320
+IMAGE = 319
+START = 317
+END = 316
 TEXT = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 512,
@@ -66,27 +69,39 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 def config_of(family: str) -> Any:
     """Return the transformers config of a tiny checkpoint of a model family."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
-    text = {**TEXT, **(EXPERTS if family.endswith("moe") else {})}
+    text = dict(TEXT)
+    if family.endswith("moe"):
+        text |= EXPERTS
     if family == "gemma3":
-        return CONFIG_MAPPING[family].from_dict({**_gemma_fields(text), "vision_config": dict(VISION[family])})
+        return _with_vision(family, _gemma_fields(text))
     if family in PIXTRAL:
         if family == "ministral3":
             growth = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}
-            rope = {**rope, "rope_type": "yarn", "factor": 4.0, **growth}
+            rope |= {"rope_type": "yarn", "factor": 4.0, **growth}
         text |= {"model_type": PIXTRAL[family], "sliding_window": None, "rope_parameters": rope}
         family = "mistral3"
         whole = {"image_token_index": IMAGE, "tie_word_embeddings": False, "text_config": text}
     elif family == "llava":
-        whole = {"image_token_index": IMAGE, "text_config": {**text, "model_type": "llama", "rope_parameters": rope}}
+        text |= {"model_type": "llama", "rope_parameters": rope}
+        whole = {"image_token_index": IMAGE, "text_config": text}
     else:
         sections = {"mrope_section": [2, 3, 3]}
         if family.startswith("qwen3_5"):
             text |= HYBRID
             sections = {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
-        rope |= {**sections, **({"mrope_interleaved": True} if family.startswith("qwen3") else {})}
+        rope |= sections
+        if family.startswith("qwen3"):
+            rope["mrope_interleaved"] = True
+        text["rope_parameters"] = rope
         ids = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
-        whole = {**ids, "video_token_id": 318, "text_config": {**text, "rope_parameters": rope}}
-    return CONFIG_MAPPING[family].from_dict({**whole, "vision_config": dict(VISION[family])})
+        whole = {**ids, "video_token_id": 318, "text_config": text}
+    return _with_vision(family, whole)
+
+
+def _with_vision(family: str, fields: Mapping[str, Any]) -> Any:
+    """Return a config with these fields and the tower of a family."""
+    vision = dict(VISION[family])
+    return CONFIG_MAPPING[family].from_dict({**fields, "vision_config": vision})
 
 
 def _gemma_fields(text: dict[str, Any]) -> dict[str, Any]:
@@ -96,8 +111,8 @@ def _gemma_fields(text: dict[str, Any]) -> dict[str, Any]:
     rope = {"full_attention": {"rope_type": "default", "rope_theta": 100.0}}
     rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 20.0}
     ids = {"boi_token_index": START, "eoi_token_index": END, "image_token_index": IMAGE}
-    tokens = {"mm_tokens_per_image": 16}
-    return {**ids, **tokens, "text_config": {**text, **window, "rope_parameters": rope}}
+    text_config = {**text, **window, "rope_parameters": rope}
+    return {**ids, "mm_tokens_per_image": 16, "text_config": text_config}
 
 
 def make(path: Path, family: str, seed: int = 0) -> Any:
@@ -152,12 +167,14 @@ def write_tokens(path: Path, marks: Mapping[int, str]) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*alphabet, *(f"unused{i}" for i in range(len(alphabet), LINES[0]))]
-    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    first_newline = LINES[0]
+    unused = [f"unused{i}" for i in range(len(alphabet), first_newline)]
+    vocabulary = {word: i for i, word in enumerate([*alphabet, *unused])}
+    backend = Tokenizer(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    newlines = [AddedToken("\n" * (1 + i), normalized=False) for i in range(len(LINES))]
-    backend.add_tokens(newlines)
+    newlines = ["\n" * (1 + i) for i in range(len(LINES))]
+    backend.add_tokens([AddedToken(text, normalized=False) for text in newlines])
     names = []
     for i in range(LINES[-1] + 1, VOCAB):
         names.append(marks.get(i, f"<unused{i}>"))
