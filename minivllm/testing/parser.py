@@ -32,26 +32,30 @@ from .kept import Lasting
 from .reply_walks import Walker
 from .spec import SpecConformance
 
-TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
-FUNCTIONS: Mapping[str, Mapping[str, Any]] = {
-    "find": {"type": "object", "properties": {"text": TEXT, "most": NUMBER}},
-    "stop": {"type": "object", "properties": {}},
-}
+TEXT = {"type": "string"}
+NUMBER = {"type": "integer"}
+FIND = {"type": "object", "properties": {"text": TEXT, "most": NUMBER}}
+STOP: dict[str, Any] = {"type": "object", "properties": {}}
+FUNCTIONS: Mapping[str, Mapping[str, Any]] = {"find": FIND, "stop": STOP}
 CLOSED = {name: {**schema, "additionalProperties": False} for name, schema in FUNCTIONS.items()}
 WORDS = ("naïve 🙂", "x < y", '[1] "', "{", "\n", "`b`", "<t")
 STRINGS = ("", 'a "b" \\ c', "é 中 🙂", "two\nlines <b>", "}{][")
 CALLS = [("find", {"text": 'a"}</', "most": 3}), ("stop", {})]
 PROSE = "It is so. Two and three are five, as 2 < 3 shows. "
+Call = tuple[str, dict[str, Any]]  # name and arguments
 
 
 def fits(name: str, arguments: Any) -> bool:
     """Return whether the arguments of a call fit the schema of a test function."""
     types = {"string": str, "integer": int}
     declared = FUNCTIONS[name]["properties"]
-    known = isinstance(arguments, dict) and arguments.keys() <= declared.keys()
-    if not known:
+    if not isinstance(arguments, dict) or not arguments.keys() <= declared.keys():
         return False
-    return all(type(value) is types[declared[key]["type"]] for key, value in arguments.items())
+    for key, value in arguments.items():
+        expected = types[declared[key]["type"]]
+        if type(value) is not expected:
+            return False
+    return True
 
 
 class ParserConformance(Lasting, SpecConformance):
@@ -70,12 +74,14 @@ class ParserConformance(Lasting, SpecConformance):
     def exercise(self, instance: ReplyParser) -> Any:
         """Return the reasoning, content and calls that the parser finds in a few texts."""
         request = ReplyContext(FUNCTIONS)
-        return [self.read(instance, text, request) for text in self.texts(instance, 5, 0)]
+        texts = self.texts(instance, 5, 0)
+        return [self.read(instance, text, request) for text in texts]
 
     def once_more(self, instance: ReplyParser, number: int) -> None:
         """Parse a new text."""
+        request = ReplyContext(FUNCTIONS)
         for text in self.texts(instance, 3, number):
-            self.read(instance, f"{number} {text}", ReplyContext(FUNCTIONS))
+            self.read(instance, f"{number} {text}", request)
 
     def written(self, parser: ReplyParser, content: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
         """Return a reply with reasoning, content and calls; None if the suite cannot write the parser's format."""
@@ -98,14 +104,18 @@ class ParserConformance(Lasting, SpecConformance):
             text = text or prose
             if number % 4 == 1:
                 at = rng.randrange(len(text))
-                text = text[:at] + rng.choice("}<x") + text[at + rng.randrange(3) :]
+                damage = rng.choice("}<x")
+                rest = text[at + rng.randrange(3) :]
+                text = text[:at] + damage + rest
             found.append(text)
         return found
 
-    def calls(self, rng: random.Random) -> list[tuple[str, dict[str, Any]]]:
+    def calls(self, rng: random.Random) -> list[Call]:
         """Return one to three random function calls with arguments that fit their schemas."""
-        made: list[tuple[str, dict[str, Any]]] = [("find", {"text": rng.choice(STRINGS), "most": 3}), ("stop", {})]
-        return rng.choices(made, k=rng.randrange(1, 4))
+        find = {"text": rng.choice(STRINGS), "most": 3}
+        made: list[Call] = [("find", find), ("stop", {})]
+        number = rng.randrange(1, 4)
+        return rng.choices(made, k=number)
 
     def read(self, parser: ReplyParser, text: str, request: ReplyContext, size: int = 0, cut: bool = False) -> Any:
         """Parse a text in pieces of ``size`` characters, and return its reasoning, its content and its calls.
@@ -120,7 +130,10 @@ class ParserConformance(Lasting, SpecConformance):
         parts: list[Part] = []
         for at in range(0, len(text), size):
             parts += reply.feed(text[at : at + size])
-        parts += reply.cut() if cut else reply.feed("", True)
+        if cut:
+            parts += reply.cut()
+        else:
+            parts += reply.feed("", True)
         joined = {"thought": "", "said": ""}
         calls: list[list[Any]] = []
         for part in parts:
@@ -130,8 +143,10 @@ class ParserConformance(Lasting, SpecConformance):
                 calls[-1][1] += part.text
             elif isinstance(part, Ended):
                 calls[-1][2] = True
+            elif isinstance(part, Said):
+                joined["said"] += part.text
             else:
-                joined["said" if isinstance(part, Said) else "thought"] += part.text
+                joined["thought"] += part.text
         return joined["thought"], joined["said"], calls
 
     @since(1, 0)
@@ -143,14 +158,19 @@ class ParserConformance(Lasting, SpecConformance):
         """
         parser = self.build()
         tags = parser.tags()
-        assert len(tags) <= MOST_TAGS and len(set(tags)) == len(tags), f"{tags}: expected at most {MOST_TAGS} texts"
+        distinct = len(set(tags)) == len(tags)
+        assert distinct and len(tags) <= MOST_TAGS, f"{tags}: expected at most {MOST_TAGS} texts"
         marks = {tag: chr(FIRST_MARK + k) for k, tag in enumerate(tags)}
-        limited = ReplyContext(FUNCTIONS, frozenset({"stop"}), marks, frozenset(marks), opened=parser.thinks())
-        for text in self.texts(parser, 400 if self.long else 40, 1):
-            for request in (ReplyContext(FUNCTIONS), ReplyContext(FUNCTIONS, marks=marks), limited):
+        only = frozenset({"stop"})
+        requests = [ReplyContext(FUNCTIONS), ReplyContext(FUNCTIONS, marks=marks)]
+        requests.append(ReplyContext(FUNCTIONS, only, marks, frozenset(marks), opened=parser.thinks()))
+        number = 400 if self.long else 40
+        for text in self.texts(parser, number, 1):
+            for request in requests:
                 for cut in (False, True):
                     whole = self.read(parser, text, request, cut=cut)
-                    assert not any("\ud800" <= char <= "\udfff" for char in str(whole)), f"{text!r}: a mark is left"
+                    left = [char for char in str(whole) if "\ud800" <= char <= "\udfff"]
+                    assert not left, f"{text!r}: a mark is left"
                     names = {name for name, _, _ in whole[2]}
                     assert request.only is None or names <= request.only, f"{text!r}: {names} may not be called"
                     for size in (1, 2, 3, 7):
@@ -183,17 +203,20 @@ class ParserConformance(Lasting, SpecConformance):
             pytest.skip("the parser has no description, so calls are forced as a list in JSON")
         pytest.importorskip("llguidance")
         rng = random.Random(3)
-        for marked, special in (((), False), (parser.tags(), False), (parser.tags(), True)):
+        tags = parser.tags()
+        number = 100 if self.long else 10
+        functions = [Function(name, schema) for name, schema in CLOSED.items()]
+        for marked, special in (((), False), (tags, False), (tags, True)):
             walker = Walker(parser.format, marked, special)
             spelling = Spelling(parser.format, walker.ids)
             if not writes(spelling):
                 continue
-            functions = [Function(name, schema) for name, schema in CLOSED.items()]
             source = reply_grammar(spelling, functions, FORCED)
             compiled = walker.compiled(source)
-            texts = [walker.walk(compiled, rng) for _ in range(100 if self.long else 10)]
+            texts = [walker.walk(compiled, rng) for _ in range(number)]
+            request = walker.context(CLOSED)
             for text in filter(None, texts):
-                _, reported, calls = self.read(parser, text, walker.context(CLOSED), 1)
+                _, reported, calls = self.read(parser, text, request, 1)
                 assert calls and not reported.strip(), f"{text!r}: found {calls} and the content {reported!r}"
                 for name, arguments, ended in calls:
                     assert ended and fits(name, json.loads(arguments)), f"{text!r}: {name}({arguments})"
@@ -205,9 +228,10 @@ class ParserConformance(Lasting, SpecConformance):
         text = self.written(parser, "", CALLS)
         if text is None:
             pytest.skip("the suite cannot write the format: override written")
+        request = ReplyContext(FUNCTIONS)
         for end in range(len(text) + 1):
-            found = self.read(parser, text[:end], ReplyContext(FUNCTIONS), cut=True)[2]
-            whole = [(name, json.loads(arguments)) for name, arguments, ended in found if ended]
+            _, _, calls = self.read(parser, text[:end], request, cut=True)
+            whole = [(name, json.loads(arguments)) for name, arguments, ended in calls if ended]
             assert whole == CALLS[: len(whole)], f"{text[:end]!r}: found {whole}"
 
     @since(1, 0)
@@ -215,6 +239,9 @@ class ParserConformance(Lasting, SpecConformance):
         """Check that prose without tags is returned unchanged as content, and at once."""
         parser = self.build()
         reply = parser.start(ReplyContext(FUNCTIONS))
-        parts = (part.text for piece in PROSE for part in reply.feed(piece) if isinstance(part, Said))
-        reported = "".join(parts)
+        reported = ""
+        for piece in PROSE:
+            for part in reply.feed(piece):
+                if isinstance(part, Said):
+                    reported += part.text
         assert reported.strip() == PROSE.strip(), f"found the content {reported!r}"

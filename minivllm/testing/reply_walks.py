@@ -32,24 +32,30 @@ class Walker:
     def __init__(self, form: ReplyFormat, marked: Collection[str] = (), special: bool = False) -> None:
         from minivllm.plugins.grammar.llguidance_plugin import LLGuidance
 
-        texts = [*WORDS, *(tag for tag in form.tags if tag not in marked)]
+        texts = list(WORDS)
+        texts += [tag for tag in form.tags if tag not in marked]
         if form.calls and form.calls[0].pairs:
-            texts.append(form.calls[0].pairs.after)
+            after = form.calls[0].pairs.after
+            texts.append(after)
         self.tokens = [bytes([b]) for b in range(256)]
         self.tokens += [text.encode() for text in texts]
         self.ids: dict[str, int] = {}
-        for tag in marked:
+        self.marks: dict[str, str] = {}
+        for k, tag in enumerate(marked):
             self.ids[tag] = len(self.tokens)
+            self.marks[tag] = chr(FIRST_MARK + k)
             self.tokens.append(b"" if special else tag.encode())
         self.eos = len(self.tokens)
         self.tokens += [b"", b""]  # eos and another special token
-        self.marks = {tag: chr(FIRST_MARK + k) for k, tag in enumerate(marked)}
-        self.hidden = frozenset(marked) if special else frozenset()
-        ctx = GrammarContext(self.tokens, len(self.tokens), (self.eos,))
+        self.hidden: frozenset[str] = frozenset()
+        if special:
+            self.hidden = frozenset(marked)
+        size = len(self.tokens)
+        ctx = GrammarContext(self.tokens, size, (self.eos,))
         self.plugin = LLGuidance(None, ctx)
         endings = (*ENDS, *texts[len(WORDS) :])
         self._ends = [self.tokens.index(text.encode()) for text in endings]
-        self._ends += [*self.ids.values()]
+        self._ends += self.ids.values()
         self._by_id = {token: self.marks[tag] for tag, token in self.ids.items()}
 
     def context(self, functions: Any, **more: Any) -> ReplyContext:
@@ -72,9 +78,11 @@ class Walker:
         for number in range(most):
             failed = self.plugin.fill([matcher], mask, [0])
             assert not failed, (failed, self.text(ids))
-            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            octets = mask.view(np.uint8)
+            bits = np.unpackbits(octets, bitorder="little")
             bits = bits[: len(self.tokens)]
-            token = self._choose(bits, rng, number, end + number / most)
+            share = number / most
+            token = self._choose(bits, rng, number, end + share)
             found = self.plugin.accept([matcher], [[token]])
             assert found == [1], (self.text(ids), self.tokens[token])
             if token == self.eos:
@@ -90,7 +98,8 @@ class Walker:
         if bits[self.eos] and rng.random() < end:
             return self.eos
         ends = [token for token in self._ends if bits[token]]
-        if ends and rng.random() < 0.3 + number / 100:
+        hurry = 0.3 + number / 100
+        if ends and rng.random() < hurry:
             return rng.choice(ends)
         words = [token for token in range(256, self.eos) if bits[token]]
         if words and rng.random() < 0.5:

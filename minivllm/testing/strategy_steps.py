@@ -4,7 +4,7 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +16,22 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.strategy import DecodingStrategy, Grown, Moves, Search
 
 from .base import Seen, since
+from .drawing import one_of, whole
 from .sim import EOS_ID, VOCAB, at_rest, logprobs_after, request, run, sim_engine
 from .spec import SpecConformance
 
-MOST, LONG = 7, 40  # largest number of tokens of an output in most tests, and in the test of long outputs
+MOST = 7  # largest number of tokens of an output in most tests
+LONG = 40  # largest number of tokens of an output in the test of long outputs
+Tokens = list[int]
 
 
 def changed_fields(params: SamplingParams) -> dict[str, Any]:
     """Return the fields of a request that do not have their default values."""
-    return {k: v for k, v in vars(params).items() if v != getattr(SamplingParams, k, None)}
+    changed = {}
+    for name, value in vars(params).items():
+        if value != getattr(SamplingParams, name, None):
+            changed[name] = value
+    return changed
 
 
 @dataclass
@@ -42,15 +49,18 @@ class Driven:
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Return whether these tokens are a complete output: they end with a stop id or have the largest length."""
-        return tokens[-1] == EOS_ID or len(tokens) == self.most
+        stopped = tokens[-1] == EOS_ID
+        return stopped or len(tokens) == self.most
 
     def grown(self) -> list[Grown]:
         """Return the candidate next tokens of each live branch."""
         out = []
         for tokens in self.live:
-            values = logprobs_after(np.array(self.prompt + tokens)).astype(np.float64)
+            history = np.array(self.prompt + tokens)
+            values = logprobs_after(history).astype(np.float64)
             # one more than the engine's number, because the stop id may be among them
-            ids = np.argsort(-values, kind="stable")[: self.topk + 1]
+            best_first = np.argsort(-values, kind="stable")
+            ids = best_first[: self.topk + 1]
             out.append(Grown(len(tokens), ids.astype(np.int32), values[ids]))
         return out
 
@@ -59,15 +69,20 @@ class Driven:
         grown = self.grown()
 
         def ends_with(branch: int, token: int) -> bool:
-            return self.ends([*self.live[branch], token])
+            longer = [*self.live[branch], token]
+            return self.ends(longer)
 
         moves = self.search.advance(grown, ends_with)
         check(moves, grown)
-        self.kept += [[*self.live[p.branch], int(p.token)] for p in moves.keep]
-        self.scores += [float(p.score) for p in moves.keep]
-        self.live = [[*self.live[p.branch], int(p.token)] for p in moves.go_on]
+        self.scores += [float(pick.score) for pick in moves.keep]
+        self.kept += self._longer(moves.keep)
+        self.live = self._longer(moves.go_on)
         self.done = moves.done or not moves.go_on
         return moves
+
+    def _longer(self, picks: Iterable[Any]) -> list[Tokens]:
+        """Return the tokens of the picked branches, each with its new token."""
+        return [[*self.live[pick.branch], int(pick.token)] for pick in picks]
 
     def run(self) -> list[list[int]]:
         """Advance the search to its end, and return its outputs, best first."""
@@ -113,11 +128,16 @@ class StepwiseConformance(SpecConformance):
         strategy = self.stepwise()
         seen = Seen()
 
-        @self.for_all(100, st.integers(1, 6), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), st.data())
-        def search(n: int, prompt: list[int], data: Any) -> None:
+        ids = st.integers(0, VOCAB - 1)
+        numbers = st.integers(1, 6)
+        prompts = st.lists(ids, min_size=1, max_size=4)
+
+        @self.for_all(100, numbers, prompts, st.data())
+        def search(n: int, prompt: Tokens, data: Any) -> None:
             params = self.params(n)
             width = len(list(strategy.start(params)))
-            driven = self.drive(strategy, params, prompt, data.draw(st.integers(1, MOST)))
+            most = whole(data, 1, MOST)
+            driven = self.drive(strategy, params, prompt, most)
 
             self._to_its_end(driven, width)
             seen["forked"] += width > 1 and driven.most > 2
@@ -129,15 +149,16 @@ class StepwiseConformance(SpecConformance):
         """Advance a search to its end, and check each of its moves and its answer."""
 
         def check(moves: Moves, grown: list[Grown]) -> None:
-            picked = [(p.branch, int(p.token)) for p in moves.go_on]
-            kept = [(p.branch, int(p.token)) for p in moves.keep]
+            picked = _tokens_of(moves.go_on)
+            kept = _tokens_of(moves.keep)
             assert len(picked) <= width, f"{len(picked)} branches go on, and start() returned {width}"
             assert len(set(picked)) == len(picked), f"two branches go on with the same tokens: {picked}"
             for branch, token in [*picked, *kept]:
                 assert 0 <= branch < len(grown), f"branch {branch} is picked, and {len(grown)} are live"
                 assert token in grown[branch].tokens, f"token {token} is no candidate of branch {branch}"
             for branch, token in picked:
-                assert not driven.ends([*driven.live[branch], token]), f"token {token} ends branch {branch}"
+                longer = [*driven.live[branch], token]
+                assert not driven.ends(longer), f"token {token} ends branch {branch}"
             assert all(p.score == p.score for p in moves.keep), "a score is NaN"
 
         for _ in range(driven.most):
@@ -145,7 +166,8 @@ class StepwiseConformance(SpecConformance):
                 driven.step(check)
         assert driven.done, f"the search continues after {driven.most} steps, when every branch has ended"
         order = self._check_result(driven)
-        assert order and len(set(order)) == len(order), f"result() returned {order}: expected at least one, none twice"
+        distinct = len(set(order)) == len(order)
+        assert order and distinct, f"result() returned {order}: expected at least one, none twice"
         scores = [driven.scores[i] for i in order]
         assert scores == sorted(scores, reverse=True), (
             f"result() returned {order}, with the scores {scores}: expected the best first"
@@ -184,15 +206,21 @@ class StepwiseConformance(SpecConformance):
         """Check that searches of one instance, advanced in turns, return the same outputs as alone."""
         strategy = self.stepwise()
 
-        @self.for_all(40, st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), min_size=2, max_size=4), st.data())
+        requests_drawn = st.tuples(st.integers(1, 5), st.integers(0, 9))
+        few = st.lists(requests_drawn, min_size=2, max_size=4)
+
+        @self.for_all(40, few, st.data())
         def interleaved(requests: list[tuple[int, int]], data: Any) -> None:
             alone = []
+            shared = []
             for n, first in requests:
-                driven = self.drive(self.build(), self.params(n), [n, first])
+                params = self.params(n)
+                prompt = [n, first]
+                driven = self.drive(self.build(), params, prompt)
                 alone.append(driven.run())
-            shared = [self.drive(strategy, self.params(n), [n, first]) for n, first in requests]
-            while open_ := [i for i, d in enumerate(shared) if not d.done]:
-                shared[data.draw(st.sampled_from(open_))].step()
+                shared.append(self.drive(strategy, params, prompt))
+            while open_ := [driven for driven in shared if not driven.done]:
+                one_of(data, *open_).step()
             for i, driven in enumerate(shared):
                 got = driven.answer()
                 assert got == alone[i], f"request {i} of {requests}: {got} beside others, {alone[i]} alone"
@@ -204,16 +232,26 @@ class StepwiseConformance(SpecConformance):
         engine = sim_engine(slots=12, blocks=40, depth=1, strategy=strategy, budget=16)
         requests = []
         for i, n in enumerate([1, 2, 3, 4] * 3):
-            values = {**changed_fields(self.params(n)), "max_tokens": MOST + i % 3, "ignore_eos": False}
-            requests.append(request(engine, f"r{i}", [i, 7, 9, 3 + i], **values))
+            values = changed_fields(self.params(n))
+            values |= {"max_tokens": MOST + i % 3, "ignore_eos": False}
+            prompt = [i, 7, 9, 3 + i]
+            requests.append(request(engine, f"r{i}", prompt, **values))
         run(engine, check=True)
         at_rest(engine)
         for r in requests:
             assert r.sequences[0].error is None, f"{r.id}: {r.sequences[0].error}"
             prompt = r.prompt.tolist()
+            n = r.params.n
             driven = self.drive(self.build(), r.params, prompt, r.params.max_tokens)
-            alone = driven.run()[: r.params.n]
+            outputs = driven.run()
+            alone = outputs[:n]
             got = []
             for s in engine.answer(r):
-                got.append(s.tokens[len(r.prompt) : s.known].tolist())
-            assert got == alone, f"{r.id} n={r.params.n}: {got}, and the search alone returns {alone}"
+                tokens = s.tokens[len(prompt) : s.known]
+                got.append(tokens.tolist())
+            assert got == alone, f"{r.id} n={n}: {got}, and the search alone returns {alone}"
+
+
+def _tokens_of(picks: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return (branch, token) of some picks."""
+    return [(pick.branch, int(pick.token)) for pick in picks]
