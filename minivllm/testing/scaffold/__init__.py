@@ -100,9 +100,11 @@ def files(name: str, seam: str) -> Iterator[tuple[str, str]]:
     for source, target in COMMON.items():
         yield target, re.sub(r"\n{3,}", "\n\n", common(source))
     yield f"src/{names.module}/__init__.py", common("init.py")
-    for path in sorted((TEMPLATES / seam).rglob("*.py")):
-        target = path.relative_to(TEMPLATES / seam).as_posix()
-        yield names.put(target), names.put(path.read_text(encoding="utf-8"))
+    folder = TEMPLATES / seam
+    for path in sorted(folder.rglob("*.py")):
+        target = path.relative_to(folder).as_posix()
+        text = path.read_text(encoding="utf-8")
+        yield names.put(target), names.put(text)
 
 
 def write(name: str, seam: str, where: str | Path = ".") -> Path:

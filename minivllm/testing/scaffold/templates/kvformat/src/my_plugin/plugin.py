@@ -55,8 +55,8 @@ class MyPlugin(KVFormat):
     def _take(self, cache: Mapping[str, Tensor], name: str, blocks: Tensor, dtype: Any) -> Tensor:
         """Return the keys or values [..., n * block, kv_heads, dim] of blocks i64 [..., n]."""
         flat = blocks.reshape(-1)
-        q = cache[name].index_select(0, flat).flatten(0, 1)
+        q = cache[name].index_select(0, flat)
         scale = cache[f"{name}_scale"].index_select(0, flat)
-        scale = scale.flatten(0, 1)[..., None]
-        x = (q.float() * scale).to(dtype)
-        return x.view(*blocks.shape[:-1], -1, *x.shape[1:])
+        x = q.float() * scale[..., None]
+        tokens = x.to(dtype).flatten(0, 1)
+        return tokens.view(*blocks.shape[:-1], -1, *tokens.shape[1:])

@@ -39,5 +39,7 @@ class MyPlugin(Processor):
         at = rows.position[:, None] - back  # [N, last]; below 0 before the start
         valid = at >= 0
         tokens = rows.tokens[rows.slots[:, None], at.clamp(min=0)].long()
-        recent = torch.zeros_like(logits).scatter_add_(1, torch.where(valid, tokens, 0), valid.to(logits.dtype))
-        logits -= (recent > 0) * state["penalty"][rows.slots][:, None]
+        tokens = torch.where(valid, tokens, 0)
+        counts = torch.zeros_like(logits).scatter_add_(1, tokens, valid.to(logits.dtype))
+        penalty = state["penalty"][rows.slots]
+        logits -= (counts > 0) * penalty[:, None]
