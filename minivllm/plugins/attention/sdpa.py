@@ -12,7 +12,8 @@ explicit softmax in float32.  ``batch_invariant``, which is possible on a CPU on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,9 @@ from minivllm.device.layers.rotary import prepare_qk
 from minivllm.device.layers.stored_product import widened
 from minivllm.errors import PluginError
 
-from .sdpa_invariant import attend
+from .sdpa_invariant import attend, by_token
+
+Rows = slice | np.ndarray  # rows of a step, adjacent ones or their indices
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,7 @@ class SdpaBatch:
     out: Tensor | None = None  # indices among the tokens of the step of the queries in ``real``; None means ``tokens``
 
 
-@dataclass(frozen=True)
-class KVPiece:
+class KVPiece(NamedTuple):
     """Some queries of one row with several tokens.
 
     The queries are the tokens [start, start + n) of the step, at the positions [pos, pos + n).  They attend to keys
@@ -133,7 +135,8 @@ class Sdpa(AttentionBackend):
             meta.work[key] = batches
         for b in batches:
             k, v = self._load(layer, b.slots, q.dtype)
-            queries = q[b.tokens].view(b.rows, b.queries, spec.heads, spec.dim_qk)
+            own = q[b.tokens]
+            queries = own.view(b.rows, b.queries, spec.heads, spec.dim_qk)
             if explicit:
                 bias = None
                 if b.ahead is not None:
@@ -152,10 +155,11 @@ class Sdpa(AttentionBackend):
         """Return k [B, Lk, kv_heads, dim_qk] and v [B, Lk, kv_heads, dim_v] of a cache that is viewed as blocks of
         one token.
         """
-        cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}
+        cache = by_token(layer.cache)
         k, v = self.ctx.kv_format.load(cache, slots, dtype)
         if layer.spec.v_in_k:
-            v = v[..., : layer.spec.dim_v]
+            dim_v = layer.spec.dim_v
+            v = v[..., :dim_v]
         return k, v
 
 
@@ -182,7 +186,8 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttnS
     q = q.view(rows, spec.kv_heads, -1, spec.dim_qk)
     k = k.transpose(1, 2)
     v = v.transpose(1, 2)
-    o = F.scaled_dot_product_attention(q, k, v, mask, scale=spec.softmax_scale)
+    scale = spec.softmax_scale
+    o = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     return o.reshape(rows, 1, spec.heads, spec.dim_v)
 
 
@@ -198,7 +203,9 @@ def attend_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attn
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
     v = v.transpose(1, 2)
-    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=spec.softmax_scale)
+    causal = mask is None
+    scale = spec.softmax_scale
+    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
     return o.transpose(1, 2)
 
 
@@ -219,10 +226,13 @@ def attend_explicit(
     shape = (rows, kv_heads, -1, n)
     by_head = q.float().permute(0, 2, 1, 3)
     queries = by_head.reshape(rows, kv_heads, -1, spec.dim_qk)
-    products = queries @ k.float().permute(0, 2, 3, 1)
-    s = products.view(*shape, keys) * spec.softmax_scale
+    keys_by_head = k.float().permute(0, 2, 3, 1)
+    products = queries @ keys_by_head
+    s = products.view(*shape, keys)
+    s = s * spec.softmax_scale
     if spec.softcap is not None:
-        s = spec.softcap * torch.tanh(s / spec.softcap)
+        capped = torch.tanh(s / spec.softcap)
+        s = spec.softcap * capped
     s = s + mask.unsqueeze(2)  # type: ignore[union-attr]  # a batch without a mask is not computed here
     if bias is not None:
         s = s + bias.view(s.shape)
@@ -233,12 +243,16 @@ def attend_explicit(
     p = (s - peak).exp_()
     total = p.sum(dim=-1, keepdim=True)
     if spec.sinks:
-        total = total + (sink - peak).exp_()
+        of_sink = (sink - peak).exp_()
+        total = total + of_sink
     weights = p.view(rows, kv_heads, -1, keys)
-    summed = weights @ v.float().permute(0, 2, 1, 3)
-    o = summed.view(*shape, spec.dim_v) / total
+    values_by_head = v.float().permute(0, 2, 1, 3)
+    summed = weights @ values_by_head
+    o = summed.view(*shape, spec.dim_v)
+    o = o / total
     outputs = o.reshape(rows, spec.heads, n, spec.dim_v)
-    lse = (peak + total.log()).view(rows, spec.heads, n)
+    lse = peak + total.log()
+    lse = lse.view(rows, spec.heads, n)
     return outputs.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -246,11 +260,13 @@ def make_batches(
     meta: AttnMeta, group: int, spec: AttnSpec, dtype: torch.dtype, element: int, causal: bool, limits: Limits
 ) -> list[SdpaBatch]:
     """Divide a step into batches.  ``causal`` means that batches of prompts from position 0 may omit the mask."""
-    token_bytes = spec.kv_heads * (spec.dim_qk + spec.dim_v) * element
+    dims = spec.dim_qk + spec.dim_v
+    token_bytes = spec.kv_heads * dims * element
     batches = []
     n = meta.decode_rows
     if n:
-        lens = np.maximum(meta.host_kv_len[group, :n], 1)
+        host_lengths = meta.host_kv_len[group, :n]
+        lens = np.maximum(host_lengths, 1)
         if spec.window is not None:
             lens = np.minimum(lens, spec.window)
         for rows, longest in split_by_length(lens, token_bytes, limits):
@@ -264,28 +280,35 @@ def make_batches(
         pieces = fresh if piece.causal else masked
         pieces.append(piece)
     price = limits.batch_pairs
-    most = limits.gather * spec.kv_heads // (spec.heads * token_bytes)
-    for joined in join(fresh, price, 1 << 62, most):
-        batches.append(prefill_batch(meta, group, spec, joined, None))
+    repeated_bytes = spec.heads * token_bytes
+    most = limits.gather * spec.kv_heads // repeated_bytes
+    unlimited = 1 << 62
+    for joined in join(fresh, price, unlimited, most):
+        batch = prefill_batch(meta, group, spec, joined, None)
+        batches.append(batch)
     for joined in join(masked, price, pairs, most):
-        batches.append(prefill_batch(meta, group, spec, joined, dtype))
+        batch = prefill_batch(meta, group, spec, joined, dtype)
+        batches.append(batch)
     return batches
 
 
-def split_by_length(lens: np.ndarray, token_bytes: int, limits: Limits) -> list[tuple[slice | np.ndarray, int]]:
+def split_by_length(lens: np.ndarray, token_bytes: int, limits: Limits) -> list[tuple[Rows, int]]:
     """Return groups of rows of similar length, each as rows and longest length.
 
     A group is added only if it saves more copying than it costs.  No group gathers more than the limit.
     """
     count = len(lens)
     longest = int(lens.max())
-    padding = int(longest * count - lens.sum())
-    groups: list[tuple[slice | np.ndarray, int]] = []
+    total = int(lens.sum())
+    padding = longest * count - total
+    groups: list[tuple[Rows, int]] = []
     if padding * token_bytes <= limits.batch_bytes:
-        step = max(1, limits.gather // (longest * token_bytes))
+        row_bytes = longest * token_bytes
+        step = max(1, limits.gather // row_bytes)
         for start in range(0, count, step):
             stop = min(start + step, count)
-            groups.append((slice(start, stop), longest))
+            rows = slice(start, stop)
+            groups.append((rows, longest))
         return groups
     order = np.argsort(-lens, kind="stable")
     sizes = lens[order]
@@ -293,43 +316,55 @@ def split_by_length(lens: np.ndarray, token_bytes: int, limits: Limits) -> list[
     classes = np.ceil(2 * np.log2(sizes))
     edges = [0]
     for edge in np.flatnonzero(np.diff(classes)) + 1:
-        saved = (sizes[edges[-1]] - sizes[edge]) * (count - edge)
+        shorter_by = sizes[edges[-1]] - sizes[edge]
+        saved = shorter_by * (count - edge)
         if saved * token_bytes > limits.batch_bytes:
             edges.append(int(edge))
-    for start, stop in zip(edges, [*edges[1:], count], strict=True):
+    edges.append(count)
+    for start, stop in pairwise(edges):
         while start < stop:
             size = int(sizes[start])
-            step = max(1, limits.gather // (size * token_bytes))
-            rows = order[start : min(start + step, stop)]
-            groups.append((np.sort(rows), size))
+            row_bytes = size * token_bytes
+            step = max(1, limits.gather // row_bytes)
+            end = min(start + step, stop)
+            similar = np.sort(order[start:end])
+            groups.append((similar, size))
             start += step
     return groups
 
 
-def decode_batch(
-    meta: AttnMeta, group: int, spec: AttnSpec, rows: slice | np.ndarray, longest: int, dtype: torch.dtype
-) -> SdpaBatch:
+def decode_batch(meta: AttnMeta, group: int, spec: AttnSpec, rows: Rows, longest: int, dtype: torch.dtype) -> SdpaBatch:
     """Return the batch of rows with one token, in which token r is the query of row r.
 
     Exact lengths are on the device only; ``longest`` is their upper bound.
     """
-    device, window = meta.table.device, spec.window
+    device = meta.table.device
+    window = spec.window
     pick = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device)
     lengths = meta.kv_len[group][pick].long()
-    last = (lengths - 1).clamp_(min=0).unsqueeze(1)
-    width = -(-longest // 8) * 8  # a multiple of 8 for GPU kernels' masks
+    last = (lengths - 1).clamp_(min=0)
+    last = last.unsqueeze(1)
+    width = _multiple_of_8(longest)
     pos = torch.arange(width, device=device).unsqueeze(0)
     if window is not None:
         first = last - (window - 1)
         pos = pos + first.clamp_(min=0)
-    slots = slots_of(meta, group, meta.slots[pick], torch.minimum(pos, last))
+    existing = torch.minimum(pos, last)
+    slots = slots_of(meta, group, meta.slots[pick], existing)
     mask = torch.zeros(slots.shape, dtype=dtype, device=device)
     mask.masked_fill_(pos > last, -torch.inf)
+    mask = mask[:, None, None]
     ahead = None
     if spec.alibi is not None:
         distance = (pos - last).float()
         ahead = distance[:, None, None]
-    return SdpaBatch(len(slots), 1, pick, slots, mask[:, None, None], ahead)
+    count = len(slots)
+    return SdpaBatch(count, 1, pick, slots, mask, ahead)
+
+
+def _multiple_of_8(keys: int) -> int:
+    """Round a number of keys up to a multiple of 8, as the masks of kernels on a GPU need it."""
+    return -(-keys // 8) * 8
 
 
 def slots_of(meta: AttnMeta, group: int, rows: Tensor, pos: Tensor) -> Tensor:
@@ -351,22 +386,28 @@ def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool,
     pieces = []
     q_lens = meta.host_q_len[first_row:].tolist()
     kv_lens = meta.host_kv_len[group, first_row:].tolist()
-    for row, (n, kv) in enumerate(zip(q_lens, kv_lens, strict=True), first_row):
+    lengths = zip(q_lens, kv_lens, strict=True)
+    for row, (n, kv) in enumerate(lengths, first_row):
         pos = kv - n
         ahead = False
         if sees is not None:
             own = np.arange(pos, pos + n)
-            ahead = bool((sees[start : start + n] > own).any())
+            later = sees[start : start + n] > own
+            ahead = bool(later.any())
         in_window = window is None or n <= window
         whole = causal and not ahead and pos == 0 and n > 1 and in_window
         step = n if whole else max(1, pairs // max(kv, 1))
         for i in range(0, n, max(step, 1)):
             count = min(step, n - i)
-            begin, first_pos = start + i, pos + i
-            first = 0 if window is None else max(0, first_pos + 1 - window)
+            begin = start + i
+            first_pos = pos + i
+            first = 0
+            if window is not None:
+                first = max(0, first_pos + 1 - window)
             last = first_pos + count - 1
             if ahead and sees is not None:
-                last = int(sees[begin : begin + count].max())
+                seen = sees[begin : begin + count]
+                last = int(seen.max())
             piece = KVPiece(row, begin, count, first_pos, first, last, whole)
             pieces.append(piece)
         start += n
@@ -381,20 +422,24 @@ def join(pieces: list[KVPiece], price: int, pairs: int, tokens: int) -> list[lis
     """
     groups: list[list[KVPiece]] = []
     exact = queries = keys = 0
-    for piece in sorted(pieces, key=lambda p: (p.n, p.keys), reverse=True):
+    largest_first = sorted(pieces, key=lambda p: (p.n, p.keys), reverse=True)
+    for piece in largest_first:
         own = piece.n * piece.keys
         rows = len(groups[-1]) + 1 if groups else 0
-        q, k = max(queries, piece.n), max(keys, piece.keys)
+        q = max(queries, piece.n)
+        k = max(keys, piece.keys)
         exact += own
         padded = rows * q * k
-        worth = padded <= min(exact + price * rows, pairs)
-        if rows and worth and rows * k <= tokens:
+        allowed = min(exact + price * rows, pairs)
+        if rows and padded <= allowed and rows * k <= tokens:
             groups[-1].append(piece)
-            queries, keys = q, k
+            queries = q
+            keys = k
         else:
             groups.append([piece])
             exact = own
-            queries, keys = piece.n, piece.keys
+            queries = piece.n
+            keys = piece.keys
     return groups
 
 
@@ -406,12 +451,12 @@ def prefill_batch(
     ``dtype`` None makes no mask, for rows that start at position 0 and are causal.
     """
     device = meta.table.device
-    fields = np.array([(p.row, p.start, p.n, p.pos, p.first, p.last) for p in pieces])
-    row, start, n, pos, first, last = fields.T[..., None]
+    fields = np.array(pieces)
+    row, start, n, pos, first, last, _ = fields.T[..., None]
     queries = int(n.max())
     keys = max(piece.keys for piece in pieces)
     if dtype is not None:
-        keys = -(-keys // 8) * 8
+        keys = _multiple_of_8(keys)
     index = np.arange(queries)
     token = start + np.minimum(index, n - 1)
     begin = int(start[0, 0])
@@ -426,23 +471,30 @@ def prefill_batch(
     def moved(column: np.ndarray) -> Tensor:
         return torch.from_numpy(column.copy()).to(device)
 
-    at = moved(first) + torch.arange(keys, device=device)  # position of each key, [B, Lk]
+    index_of_key = torch.arange(keys, device=device)
+    at = moved(first) + index_of_key  # position of each key, [B, Lk]
     row_slots = meta.slots[moved(row)[:, 0]]
-    slots = slots_of(meta, group, row_slots, torch.minimum(at, moved(last)))
+    existing = torch.minimum(at, moved(last))
+    slots = slots_of(meta, group, row_slots, existing)
     mask = ahead = None
     if dtype is not None:
         query = torch.arange(queries, device=device)
-        asks = moved(pos) + torch.minimum(query, moved(n) - 1)
+        query = torch.minimum(query, moved(n) - 1)
+        asks = moved(pos) + query
         asks = asks.unsqueeze(2)  # position of each query, [B, Lq, 1]
         sees = asks
         if meta.host_sees is not None:
-            sees = torch.from_numpy(meta.host_sees[token]).to(device).unsqueeze(2)
+            seen = meta.host_sees[token]
+            sees = torch.from_numpy(seen).to(device)
+            sees = sees.unsqueeze(2)
         key = at.unsqueeze(1)
         hidden = key > sees
         if spec.window is not None:
             hidden |= key <= asks - spec.window
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-        mask = mask.masked_fill_(hidden, -torch.inf).unsqueeze(1)
+        mask.masked_fill_(hidden, -torch.inf)
+        mask = mask.unsqueeze(1)
         if spec.alibi is not None:
-            ahead = (key - asks).float().unsqueeze(1)
+            distance = (key - asks).float()
+            ahead = distance.unsqueeze(1)
     return SdpaBatch(len(pieces), queries, tokens, slots, mask, ahead, real, out)

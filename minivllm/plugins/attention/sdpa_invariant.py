@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +39,19 @@ MOST_PAIRS = 1024
 MOST_TILES = 1024
 
 
+Array = np.ndarray
+Tensors = tuple[Tensor, Tensor]  # keys and values, or outputs and lse
+
+
+class Lines(NamedTuple):
+    """The lines [I, LINES] of some items: token and head of each query, whether it is real, and its position."""
+
+    token: Array
+    head: Array
+    real: Array
+    position: Array
+
+
 @dataclass(frozen=True)
 class Items:
     """I items (tiles of LINES queries) that attend to up to J tiles of keys each.
@@ -51,7 +65,7 @@ class Items:
     token: Tensor
     head: Tensor
     real: Tensor
-    tile: np.ndarray
+    tile: Array
     hidden: Tensor
     # float32 in the shape of ``hidden``, the key's position minus the query's, for layers with slopes
     ahead: Tensor | None
@@ -63,6 +77,15 @@ class Keys:
 
     slots: Tensor
     items: list[Items]
+
+
+def by_token(cache: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return views of the tensors of a layer's cache as blocks of one token, [tokens, 1, ...]."""
+    views = {}
+    for name, blocks in cache.items():
+        of_token = blocks.shape[2:]
+        views[name] = blocks.view(-1, 1, *of_token)
+    return views
 
 
 def make_keys(meta: AttnMeta, group: int, spec: AttnSpec) -> list[Keys]:
@@ -77,8 +100,8 @@ def make_keys(meta: AttnMeta, group: int, spec: AttnSpec) -> list[Keys]:
     low = np.zeros(rows, np.int64)
     if spec.window is not None:
         low = np.maximum(first - spec.window + 1, 0)
-    begin = low // KEYS
     last = np.maximum(kv_len - 1, 0)
+    begin = low // KEYS
     tiles = last // KEYS - begin + 1
     most = MOST_TILES // spec.kv_heads
     total = np.cumsum(tiles)
@@ -86,46 +109,46 @@ def make_keys(meta: AttnMeta, group: int, spec: AttnSpec) -> list[Keys]:
     start = 0
     while start < rows:
         before = total[start - 1] if start else 0
-        fitting = int(np.searchsorted(total, most + before, "right"))
-        stop = max(fitting, start + 1)
+        fitting = np.searchsorted(total, most + before, "right")
+        stop = max(int(fitting), start + 1)
         some = np.arange(start, stop)
-        slots = _slots(meta, group, some, begin[some], tiles[some], low[some], last[some])
-        offset = np.cumsum(tiles[some]) - tiles[some]
-        items = _make_items(meta, spec, some, first[some], begin[some] - offset)
+        counts = tiles[some]
+        slots = _slots(meta, group, some, counts, low[some], last[some])
+        offset = np.cumsum(counts) - counts
+        shift = begin[some] - offset
+        items = _make_items(meta, spec, some, first[some], shift)
         found.append(Keys(slots, items))
         start = stop
     return found
 
 
-def _slots(
-    meta: AttnMeta,
-    group: int,
-    rows: np.ndarray,
-    begin: np.ndarray,
-    tiles: np.ndarray,
-    low: np.ndarray,
-    last: np.ndarray,
-) -> Tensor:
+def _slots(meta: AttnMeta, group: int, rows: Array, tiles: Array, low: Array, last: Array) -> Tensor:
     """Return the cache slots [T, KEYS] of the tiles of these rows, clipped to the positions [low, last] of each row."""
     row, nth = _numbered(tiles)
+    begin = low // KEYS
     tile = nth + begin[row]
-    position = tile[:, None] * KEYS + np.arange(KEYS)
+    begin_of_tile = tile[:, None] * KEYS
+    position = begin_of_tile + np.arange(KEYS)
     clipped = np.clip(position, low[row, None], last[row, None])
     key = torch.from_numpy(clipped)
     slots = meta.slots[torch.from_numpy(rows)]
     table = meta.table[group].index_select(0, slots)
-    blocks = table[torch.from_numpy(row)[:, None], key // meta.block]
+    row_of_tile = torch.from_numpy(row)
+    column = key // meta.block
+    blocks = table[row_of_tile[:, None], column]
     return blocks.long() * meta.block + key % meta.block
 
 
-def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _numbered(counts: Array) -> tuple[Array, Array]:
     """Return the index of each element's group and its index in the group, for groups of ``counts`` elements."""
-    group = np.repeat(np.arange(len(counts)), counts)
+    groups = np.arange(len(counts))
+    group = np.repeat(groups, counts)
     before = np.cumsum(counts) - counts
-    return group, np.arange(len(group)) - before[group]
+    index = np.arange(len(group))
+    return group, index - before[group]
 
 
-def _make_items(meta: AttnMeta, spec: AttnSpec, rows: np.ndarray, first: np.ndarray, shift: np.ndarray) -> list[Items]:
+def _make_items(meta: AttnMeta, spec: AttnSpec, rows: Array, first: Array, shift: Array) -> list[Items]:
     """Divide the queries of these rows into items, and group items of a similar number of key tiles.
 
     ``first`` is the position of each row's first query.  ``shift`` is subtracted from the index of a key tile in its
@@ -134,39 +157,44 @@ def _make_items(meta: AttnMeta, spec: AttnSpec, rows: np.ndarray, first: np.ndar
     heads = spec.heads // spec.kv_heads
     every = meta.q_len.numpy().astype(np.int64)
     starts = np.cumsum(every) - every
-    start, q_len = starts[rows], every[rows]
-    lines = q_len * heads
-    row, nth = _numbered(-(-lines // LINES))
-    line = nth[:, None] * LINES + np.arange(LINES)
-    last_line = (lines - 1)[row][:, None]
+    lines = every[rows] * heads
+    items_of_row = -(-lines // LINES)
+    row, nth = _numbered(items_of_row)
+    begin_of_item = nth[:, None] * LINES
+    line = begin_of_item + np.arange(LINES)
+    last_line = lines[row, None] - 1
     real = line <= last_line
     line = np.minimum(line, last_line)
     query = line // heads
-    token = start[row][:, None] + query
-    position = first[row][:, None] + query
+    start = starts[rows]
+    token = start[row, None] + query
+    position = first[row, None] + query
     low = np.zeros(len(row), np.int64)
     if spec.window is not None:
         low = np.maximum(position[:, 0] - spec.window + 1, 0)
-    tiles = sizes(position[:, -1] // KEYS - low // KEYS + 1)
+    last_tile = position[:, -1] // KEYS
+    tiles = sizes(last_tile - low // KEYS + 1)
     found = []
     for n in np.unique(tiles).tolist():
         at = np.flatnonzero(tiles == n)
         pairs = n * spec.kv_heads
         whole = PAIRS // gcd(PAIRS, pairs)
-        step = max(whole, MOST_PAIRS // pairs // whole * whole)
+        batches = MOST_PAIRS // pairs // whole
+        step = max(whole, batches * whole)
         for i in range(0, len(at), step):
             part = at[i : i + step]
-            spare = np.repeat(part[-1:], -len(part) % whole)
+            missing = -len(part) % whole
+            spare = np.repeat(part[-1:], missing)
             pick = np.concatenate([part, spare])
             shown = real[pick]
             shown[len(part) :] = False
-            head = line[pick] % heads
-            made = _items(spec, token[pick], head, shown, position[pick], low[pick], n, shift[row[pick]])
+            picked = Lines(token[pick], line[pick] % heads, shown, position[pick])
+            made = _items(spec, picked, low[pick], n, shift[row[pick]])
             found.append(made)
     return found
 
 
-def sizes(n: np.ndarray) -> np.ndarray:
+def sizes(n: Array) -> Array:
     """Round up to 1, 2, 3, 4, 6, 8, 12 or 16, and above that to one of eight sizes between powers of two.
 
     This gives few different sizes, and adds at most an eighth to many tiles.
@@ -174,42 +202,45 @@ def sizes(n: np.ndarray) -> np.ndarray:
     exponent = np.ceil(np.log2(n)).astype(np.int64)
     power = 1 << exponent
     three_quarters = power * 3 // 4
-    few = np.where((n > 2) & (n <= three_quarters), three_quarters, power)
+    enough = (n > 2) & (n <= three_quarters)
+    few = np.where(enough, three_quarters, power)
     step = np.maximum(power // 16, 1)
     many = -(-n // step) * step
     return np.where(n > 16, many, few)
 
 
-def _items(
-    spec: AttnSpec,
-    token: np.ndarray,
-    head: np.ndarray,
-    real: np.ndarray,
-    position: np.ndarray,
-    low: np.ndarray,
-    n: int,
-    shift: np.ndarray,
-) -> Items:
+def _items(spec: AttnSpec, lines: Lines, low: Array, n: int, shift: Array) -> Items:
     """Return items with ``n`` key tiles each; ``low`` is the first position that a query of each item sees."""
-    first = low // KEYS
-    key = (first * KEYS)[:, None] + np.arange(n * KEYS)
+    position = lines.position
+    first = low[:, None] // KEYS
+    first_key = first * KEYS
+    key = first_key + np.arange(n * KEYS)
     ahead = key[:, None] - position[:, :, None]
     hidden = ahead > 0
     if spec.window is not None:
         hidden |= ahead <= -spec.window
 
-    def by_tile(x: np.ndarray) -> Tensor:
-        tiled = x.reshape(len(token), LINES, n, KEYS).swapaxes(1, 2)
-        return torch.from_numpy(np.ascontiguousarray(tiled[:, None]))
+    def by_tile(x: Array) -> Tensor:
+        tiles = x.reshape(len(x), LINES, n, KEYS)
+        tiled = tiles.swapaxes(1, 2)
+        return _tensor(tiled[:, None])
 
     # a tile after the item's last one is masked completely, so any existing tile can replace it
     last = position[:, -1:] // KEYS
-    tile = np.minimum(first[:, None] + np.arange(n), last) - shift[:, None]
-    tokens, heads, reals = (torch.from_numpy(np.ascontiguousarray(x)) for x in (token, head, real))
+    existing = np.minimum(first + np.arange(n), last)
+    tile = existing - shift[:, None]
+    token = _tensor(lines.token)
+    head = _tensor(lines.head)
+    real = _tensor(lines.real)
     distance = None
     if spec.alibi is not None:
         distance = by_tile(ahead.astype(np.float32))
-    return Items(tokens, heads, reals, tile, by_tile(hidden), distance)
+    return Items(token, head, real, tile, by_tile(hidden), distance)
+
+
+def _tensor(x: Array) -> Tensor:
+    contiguous = np.ascontiguousarray(x)
+    return torch.from_numpy(contiguous)
 
 
 def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None) -> None:
@@ -222,23 +253,28 @@ def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tens
         meta.work[key] = every
     if not every:
         return
-    cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}
-    by_head = out.view(len(q), spec.kv_heads, -1, spec.dim_v)
-    lse_by_head = None if lse is None else lse.view(len(q), spec.kv_heads, -1)
+    cache = by_token(layer.cache)
+    tokens = len(q)
+    by_head = out.view(tokens, spec.kv_heads, -1, spec.dim_v)
+    lse_by_head = None
+    if lse is not None:
+        lse_by_head = lse.view(tokens, spec.kv_heads, -1)
     most = max(len(keys.slots) for keys in every)
     room = _room(meta, spec, most)
     for keys in every:
         k, v = _tiles(fmt, cache, keys.slots, spec, room)
         for items in keys.items:
             result, total = _softmax_product(layer, q, k, v, items)
-            token, head = items.token[items.real], items.head[items.real]
-            lines = result.transpose(1, 2)[items.real]
+            real = items.real
+            token = items.token[real]
+            head = items.head[real]
+            lines = result.transpose(1, 2)[real]
             by_head[token, :, head] = lines.to(out.dtype)
             if lse_by_head is not None:
-                lse_by_head[token, :, head] = total.transpose(1, 2)[items.real]
+                lse_by_head[token, :, head] = total.transpose(1, 2)[real]
 
 
-def _room(meta: AttnMeta, spec: AttnSpec, tiles: int) -> tuple[Tensor, Tensor]:
+def _room(meta: AttnMeta, spec: AttnSpec, tiles: int) -> Tensors:
     """Return memory for ``tiles`` tiles of keys and of values, which the layers of a step share.
 
     Allocating memory for each layer would take longer than writing it.  A column of ones follows the values.
@@ -255,45 +291,64 @@ def _room(meta: AttnMeta, spec: AttnSpec, tiles: int) -> tuple[Tensor, Tensor]:
     return found
 
 
-def _tiles(
-    fmt: KVFormat, cache: Mapping[str, Tensor], slots: Tensor, spec: AttnSpec, room: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def _tiles(fmt: KVFormat, cache: Mapping[str, Tensor], slots: Tensor, spec: AttnSpec, room: Tensors) -> Tensors:
     """Return keys f32 [kv_heads * T, dim_qk, KEYS] and values f32 [kv_heads * T, KEYS, width] of the tiles of ``slots``
     [T, KEYS].
 
     A column of ones follows the values.  Both tensors are contiguous.
     """
     k, v = fmt.load(cache, slots, torch.float32)
-    kv_heads, tiles, dim_v = spec.kv_heads, len(slots), spec.dim_v
-    keys, values = (part[: kv_heads * tiles] for part in room)
+    kv_heads = spec.kv_heads
+    dim_v = spec.dim_v
+    tiles = len(slots)
+    used = kv_heads * tiles
+    keys = room[0][:used]
     keys_by_head = keys.view(kv_heads, tiles, spec.dim_qk, KEYS)
     keys_by_head.copy_(k.permute(2, 0, 3, 1))
-    values_by_head = values.view(kv_heads, tiles, KEYS, -1)[..., :dim_v]
-    values_by_head.copy_(v[..., :dim_v].permute(2, 0, 1, 3))
+    values = room[1][:used]
+    values_by_head = values.view(kv_heads, tiles, KEYS, -1)
+    loaded = v[..., :dim_v].permute(2, 0, 1, 3)
+    values_by_head[..., :dim_v].copy_(loaded)
     return keys, values
 
 
-def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: Items) -> tuple[Tensor, Tensor]:
-    """Return the outputs [I, kv_heads, LINES, dim_v] and lse [I, kv_heads, LINES].  ``k`` and ``v`` are results of
-    ``_tiles``."""
-    spec = layer.spec
+def _scores(spec: AttnSpec, q: Tensor, k: Tensor, items: Items, pairs: Array) -> Tensor:
+    """Return the scaled and capped scores f32 [I, kv_heads, J, LINES, KEYS] of ``pairs`` of items and key tiles."""
     n, lines = items.token.shape
-    tiles, kv_heads = items.hidden.shape[2], spec.kv_heads
-    tiles_of_head = len(k) // kv_heads
-    first_tile = np.arange(kv_heads)[:, None] * tiles_of_head
-    pairs = (items.tile[:, None] + first_tile).reshape(-1)
-    by_head = q.view(len(q), kv_heads, -1, spec.dim_qk)
-    queries = by_head[items.token, :, items.head].float().transpose(1, 2)
-    queries = queries.unsqueeze(2).expand(n, kv_heads, tiles, lines, spec.dim_qk)
-    products_of_pairs = products(queries.reshape(-1, lines, spec.dim_qk), k, pairs)
+    tiles = items.hidden.shape[2]
+    kv_heads = spec.kv_heads
+    dim = spec.dim_qk
+    by_head = q.view(len(q), kv_heads, -1, dim)
+    of_items = by_head[items.token, :, items.head].float()
+    queries = of_items.transpose(1, 2).unsqueeze(2)
+    queries = queries.expand(n, kv_heads, tiles, lines, dim)
+    queries_of_pairs = queries.reshape(-1, lines, dim)
+    products_of_pairs = products(queries_of_pairs, k, pairs)
     s = products_of_pairs.view(n, kv_heads, tiles, lines, KEYS)
     s.mul_(spec.softmax_scale)
     if spec.softcap is not None:
         s.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    return s
+
+
+def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: Items) -> Tensors:
+    """Return the outputs [I, kv_heads, LINES, dim_v] and lse [I, kv_heads, LINES].  ``k`` and ``v`` are results of
+    ``_tiles``."""
+    spec = layer.spec
+    n, lines = items.token.shape
+    tiles = items.hidden.shape[2]
+    kv_heads = spec.kv_heads
+    tiles_of_head = len(k) // kv_heads
+    heads = np.arange(kv_heads)
+    first_tile = heads[:, None] * tiles_of_head
+    pairs = items.tile[:, None] + first_tile
+    pairs = pairs.reshape(-1)
+    s = _scores(spec, q, k, items, pairs)
 
     def of_lines(per_head: Tensor) -> Tensor:
-        by_line = per_head.view(kv_heads, -1)[:, items.head]
-        return by_line.transpose(0, 1).reshape(n, kv_heads, 1, lines, 1)
+        by_group = per_head.view(kv_heads, -1)
+        by_line = by_group[:, items.head].transpose(0, 1)
+        return by_line.reshape(n, kv_heads, 1, lines, 1)
 
     if items.ahead is not None:
         slopes = of_lines(layer.slopes)  # type: ignore[arg-type]  # a layer with ``ahead`` has slopes
@@ -304,8 +359,10 @@ def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: I
     if spec.sinks:
         sink = of_lines(layer.sinks)  # type: ignore[arg-type]  # as its spec says
         peak = torch.maximum(peak, sink)
-    p = s.sub_(peak).exp_().view(-1, lines, KEYS)
-    parts = products(p, v, pairs).view(n, kv_heads, tiles, lines, -1)
+    p = s.sub_(peak).exp_()
+    p = p.view(-1, lines, KEYS)
+    parts = products(p, v, pairs)
+    parts = parts.view(n, kv_heads, tiles, lines, -1)
     acc = parts[:, :, 0]
     for j in range(1, tiles):
         acc = acc + parts[:, :, j]
@@ -313,9 +370,11 @@ def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: I
     total = acc[..., dim_v : dim_v + 1]
     peak = peak[:, :, 0]
     if sink is not None:
-        total = total + (sink[:, :, 0] - peak).exp_()
+        of_sink = sink[:, :, 0] - peak
+        total = total + of_sink.exp_()
     lse = peak + total.log()
-    return acc[..., :dim_v] / total, lse.squeeze(-1)
+    result = acc[..., :dim_v] / total
+    return result, lse.squeeze(-1)
 
 
 def width(dim: int) -> int:
@@ -328,7 +387,7 @@ def width(dim: int) -> int:
     return -(-columns // 16) * 16
 
 
-def products(a: Tensor, b: Tensor, at: np.ndarray) -> Tensor:
+def products(a: Tensor, b: Tensor, at: Array) -> Tensor:
     """Return the products a[i] b[at[i]], [P, m, n], of a [P, m, k] and the matrices of b [.., k, n] with the indices
     ``at`` i64 [P].
 
@@ -342,14 +401,17 @@ def products(a: Tensor, b: Tensor, at: np.ndarray) -> Tensor:
     room = b.new_empty(PAIRS, k, n)
     calls = at.reshape(-1, PAIRS)
     firsts = calls[:, 0].tolist()
-    runs = (np.diff(calls, axis=1) == 1).all(axis=1).tolist()  # a call with consecutive matrices needs no copy of them
-    for i, (run, first) in enumerate(zip(runs, firsts, strict=True)):
-        some = slice(i * PAIRS, (i + 1) * PAIRS)
+    adjacent = np.diff(calls, axis=1) == 1
+    runs = adjacent.all(axis=1).tolist()  # a call with consecutive matrices needs no copy of them
+    start = 0
+    for run, first in zip(runs, firsts, strict=True):
+        some = slice(start, start + PAIRS)
         if run:
             part = b[first : first + PAIRS]
         else:
             part = torch.index_select(b, 0, index[some], out=room)
         torch.bmm(a[some], part, out=out[some])
+        start += PAIRS
     return out
 
 
