@@ -18,6 +18,8 @@ from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
 
 from .paged import Paged, dense_pages, starts, window_sizes
 
+Options = dict[str, Any]  # keyword arguments of the library's functions
+
 
 class FlashAttn2(Paged):
     """The back end FlashAttention-2, with window, softcap and lse (natural logarithm), without sinks."""
@@ -32,9 +34,10 @@ class FlashAttn2(Paged):
         out: Tensor,
         lse: Tensor | None = None,
     ) -> None:
-        spec, n = layer.spec, meta.decode_rows
-        window = window_sizes(spec, -1)
-        how: dict[str, Any] = {"softmax_scale": spec.softmax_scale, "causal": True, "window_size": window}
+        spec = layer.spec
+        n = meta.decode_rows
+        how: Options = {"softmax_scale": spec.softmax_scale, "causal": True}
+        how["window_size"] = window_sizes(spec, -1)
         how["softcap"] = spec.softcap or 0.0
         if n:
             got, norm = self._decode(layer, q[:n], meta, how)
@@ -47,30 +50,32 @@ class FlashAttn2(Paged):
             if lse is not None:
                 lse[n:].copy_(norm.t())
 
-    def _decode(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _decode(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, how: Options) -> tuple[Tensor, Tensor]:
         """Compute attention for the queries of decode rows, and return the outputs [B, heads, D] and lse [B, heads]."""
-        n, cache = len(q), layer.cache
-        pages = dense_pages(meta, layer.group, 0, n)
-        lengths = meta.kv_len[layer.group][:n]
-        how = how | {"cache_seqlens": lengths, "block_table": pages, "return_softmax_lse": True}
-        got, norm = flash_attn_with_kvcache(q.unsqueeze(1), cache["k"], cache["v"], **how)
+        n = len(q)
+        cache = layer.cache
+        queries = q.unsqueeze(1)
+        lengths = meta.kv_len[layer.group]
+        how = how | {"cache_seqlens": lengths[:n], "return_softmax_lse": True}
+        how["block_table"] = dense_pages(meta, layer.group, 0, n)
+        got, norm = flash_attn_with_kvcache(queries, cache["k"], cache["v"], **how)
         return got.squeeze(1), norm.squeeze(2)  # from [B, 1, heads, D] and [B, heads, 1]
 
-    def _longer(
-        self, layer: AttnLayer, q: Tensor, meta: AttnMeta, first: int, how: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def _longer(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, first: int, how: Options) -> tuple[Tensor, Tensor]:
         """Compute attention for the rows from the row ``first`` on, and return the outputs [T, heads, D] and lse
         [heads, T].
         """
-        g, cache = layer.group, layer.cache
+        g = layer.group
+        cache = layer.cache
         pages = dense_pages(meta, g, first, len(meta.slots))
         key = ("starts", g)
         if key not in meta.work:
-            kv_len = meta.kv_len[g]
-            meta.work[key] = (starts(meta.q_len[first:]), starts(kv_len[first:]))
-        most_q = int(meta.host_q_len[first:].max())
-        most_k = int(meta.host_kv_len[g, first:].max())
-        lengths = (*meta.work[key], most_q, most_k)
+            q_len = meta.q_len[first:]
+            kv_len = meta.kv_len[g][first:]
+            meta.work[key] = (starts(q_len), starts(kv_len))
+        host_q_len = meta.host_q_len[first:]
+        host_kv_len = meta.host_kv_len[g, first:]
+        lengths = (*meta.work[key], int(host_q_len.max()), int(host_kv_len.max()))
         how = how | {"block_table": pages, "return_attn_probs": True}
         got, norm, _ = flash_attn_varlen_func(q, cache["k"], cache["v"], *lengths, **how)
         return got, norm

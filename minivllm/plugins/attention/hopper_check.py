@@ -57,9 +57,10 @@ def _distance(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.devi
 
     meta, pages = _meta(block, device)
     shape = (pages, block, spec.kv_heads, spec.dim_qk)
-    cache = {name: drawn(*shape) for name in ("k", "v")}
+    cache = {"k": drawn(*shape), "v": drawn(*shape)}
+    table = meta.table[0].tolist()
     for tensor in cache.values():
-        _spoil_unused(tensor, meta.table[0].tolist())
+        _spoil_unused(tensor, table)
     sinks = None
     if spec.sinks:
         sinks = drawn(spec.heads).float()
@@ -124,6 +125,9 @@ def _tiles(spec: AttnSpec, lines: int, device: torch.device) -> triton_prefill.T
 
     def padded(values: np.ndarray, spare: int) -> Tensor:
         spares = np.full(SPARE_TILES, spare, np.int32)
-        return torch.from_numpy(np.concatenate([values, spares])).to(device)
+        every = np.concatenate([values, spares])
+        return torch.from_numpy(every).to(device)
 
-    return triton_prefill.Tiles(padded(row, -1), padded(token, 0), lines, count)
+    rows = padded(row, -1)
+    tokens = padded(token, 0)
+    return triton_prefill.Tiles(rows, tokens, lines, count)

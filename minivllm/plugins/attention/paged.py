@@ -46,13 +46,15 @@ class Paged(AttentionBackend):
 
     def __init__(self, options: Any, ctx: AttentionContext) -> None:
         super().__init__(options, ctx)
-        self._fused = ctx.fuse and ctx.device.startswith("cuda") and find_spec("triton") is not None
+        on_cuda = ctx.device.startswith("cuda")
+        self._fused = ctx.fuse and on_cuda and find_spec("triton") is not None
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         if spec.dim_qk != spec.dim_v:
             raise PluginError(f"{self.name}: dim_v={spec.dim_v}: expected the value of dim_qk, {spec.dim_qk}")
         layout = fmt.layout(spec, block)
-        want = {"k": (block, spec.kv_heads, spec.dim_qk), "v": (block, spec.kv_heads, spec.dim_v)}
+        shape = (block, spec.kv_heads, spec.dim_qk)
+        want = {"k": shape, "v": shape}
         found = {name: t.shape for name, t in layout.tensors.items()}
         if found != want:
             raise PluginError(f"{self.name}: the KV format's tensors are {found}: expected {want}")
@@ -92,13 +94,20 @@ def dense_pages(meta: AttnMeta, group: int, first: int, last: int) -> Tensor:
     key = ("pages", group, first, last)
     found = meta.work.get(key)
     if found is None:
-        most = max(1, -(-int(meta.host_kv_len[group, first:last].max()) // meta.block))
-        table = meta.table[group].index_select(0, meta.slots[first:last])
-        found = meta.work[key] = table[:, :most].contiguous()
+        host_lengths = meta.host_kv_len[group, first:last]
+        longest = int(host_lengths.max())
+        most = max(1, -(-longest // meta.block))
+        slots = meta.slots[first:last]
+        table = meta.table[group].index_select(0, slots)
+        found = table[:, :most].contiguous()
+        meta.work[key] = found
     return found
 
 
-def ragged_pages(meta: AttnMeta, group: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+RaggedPages = tuple[Tensor, Tensor, Tensor]  # indptr, last, indices
+
+
+def ragged_pages(meta: AttnMeta, group: int, first: int) -> RaggedPages:
     """Return the pages of the rows from ``first`` on, as indptr i32 [rows + 1], last i32 [rows] and indices i32.
 
     The first two are on the host, ``indices`` on the device.  These rows have several tokens in the step, so the host
@@ -108,18 +117,20 @@ def ragged_pages(meta: AttnMeta, group: int, first: int) -> tuple[Tensor, Tensor
     if key not in meta.work:
         lens = meta.host_kv_len[group, first:].astype(np.int64)
         counts = -(-lens // meta.block)
-        indptr = np.concatenate([[0], np.cumsum(counts)])
+        ends = np.cumsum(counts)
+        indptr = np.concatenate([[0], ends])
         rows = np.arange(first, first + len(lens))
         row = np.repeat(rows, counts)
         before = np.repeat(indptr[:-1], counts)
         column = np.arange(indptr[-1]) - before
         at = torch.from_numpy(np.stack([row, column]))
-        at = at.to(meta.table.device, non_blocking=True)
-        slots = meta.slots[at[0]]
-        last = lens - (counts - 1) * meta.block
-        indices = meta.table[group][slots, at[1]]
+        row_there, column_there = at.to(meta.table.device, non_blocking=True)
+        slots = meta.slots[row_there]
+        full = counts - 1
+        last = lens - full * meta.block
+        indices = meta.table[group][slots, column_there]
         meta.work[key] = _host_i32(indptr), _host_i32(last), indices
-    found: tuple[Tensor, Tensor, Tensor] = meta.work[key]
+    found: RaggedPages = meta.work[key]
     return found
 
 

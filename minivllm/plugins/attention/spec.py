@@ -1,6 +1,7 @@
 """Specs of the built-in attention back ends."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from minivllm.registration.spec import ANY, AtLeast, MultipleOf, Needs, PluginQuery, Range, Reason, Spec, plain
 
@@ -9,6 +10,8 @@ PAGES_OF_256 = MultipleOf(256)
 FROM_AMPERE = AtLeast(80)  # limit of the compute capability times 10
 UP_TO_16 = Range(1, 16)  # limits of the number of query heads per KV head
 UP_TO_64 = Range(1, 64)
+HERE = "minivllm.plugins.attention"
+_back_end = partial(Spec, api=(1, 7))
 
 
 def invariant_on_cpu(request: PluginQuery) -> Sequence[Reason]:
@@ -29,12 +32,12 @@ SDPA_LIMITS = {
     "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
     "block": EVERY_BLOCK,
 }
-SDPA = Spec(
-    impl="minivllm.plugins.attention.sdpa:Sdpa",
-    api=(1, 7),
+SDPA_FEATURES = {"alibi", "batch_invariant", "lse", "sinks", "softcap", "spans", "window"}
+SDPA = _back_end(
+    impl=f"{HERE}.sdpa:Sdpa",
     summary="torch's scaled dot-product attention over gathered blocks; any device, the reference",
     limits=SDPA_LIMITS,
-    features=frozenset({"alibi", "batch_invariant", "lse", "sinks", "softcap", "spans", "window"}),
+    features=frozenset(SDPA_FEATURES),
     prefer={"block": 16},
     traits={"graph": "none", "plan": "host", "drafts": "merged"},
     check=invariant_on_cpu,
@@ -63,17 +66,16 @@ TRITON_LIMITS = {
     "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
     "block": EVERY_BLOCK,
 }
-TRITON = Spec(
-    impl="minivllm.plugins.attention.triton_backend:Triton",
-    api=(1, 7),
+TRITON_FEATURES = {*SDPA_FEATURES, "repeatable", "v_in_k"}
+TRITON_PACKAGE = Needs("triton", "3.4", 'pip install "minivllm[triton]"')
+TRITON = _back_end(
+    impl=f"{HERE}.triton_backend:Triton",
     summary="paged attention in Triton: decode at the memory's speed, fused write, captured decode steps",
-    options="minivllm.plugins.attention.options:TritonOptions",
+    options=f"{HERE}.options:TritonOptions",
     priority=20,
     limits=TRITON_LIMITS,
-    features=frozenset(
-        {"alibi", "batch_invariant", "lse", "repeatable", "sinks", "softcap", "spans", "v_in_k", "window"}
-    ),
-    needs=(Needs("triton", "3.4", 'pip install "minivllm[triton]"'),),
+    features=frozenset(TRITON_FEATURES),
+    needs=(TRITON_PACKAGE,),
     prefer={"block": 64},
     traits={"graph": "mixed", "plan": "device"},
     check=float8_on,
@@ -112,6 +114,7 @@ def _set(value: object) -> frozenset:
 
 # Priorities below sdpa's, so that these back ends are chosen by name only, until the kit has passed on a GPU and a
 # measurement shows their rank (docs/attention.md).
+_library = partial(_back_end, priority=-1, check=plainly)
 FLASH_ATTN_LIMITS = {
     "device": {"cuda"},
     "sm": {90},
@@ -123,17 +126,16 @@ FLASH_ATTN_LIMITS = {
     # excludes block sizes that equal a key tile of the kernels, which read beyond the end of such blocks
     "block": {16, 32, 256},
 }
-FLASH_ATTN = Spec(
-    impl="minivllm.plugins.attention.flash_attn:FlashAttn",
-    api=(1, 7),
+FLASH_ATTN_FEATURES = frozenset({"lse", "repeatable", "sinks", "softcap", "window"})
+FLASH_ATTN_PACKAGE = Needs("flash_attn.cute", "4.0.0b36", 'pip install "flash-attn-4[cu13]"', dist="flash-attn-4")
+FLASH_ATTN = _library(
+    impl=f"{HERE}.flash_attn:FlashAttn",
     summary="FlashAttention-4 on Hopper: one call for prompts, chunks and decode rows",
-    priority=-1,
     limits=FLASH_ATTN_LIMITS,
-    features=frozenset({"lse", "repeatable", "sinks", "softcap", "window"}),
-    needs=(Needs("flash_attn.cute", "4.0.0b36", 'pip install "flash-attn-4[cu13]"', dist="flash-attn-4"),),
+    features=FLASH_ATTN_FEATURES,
+    needs=(FLASH_ATTN_PACKAGE,),
     prefer={"block": 32},
     traits={"graph": "mixed", "plan": "device"},
-    check=plainly,
 )
 FLASH_ATTN2_LIMITS = {
     "device": {"cuda"},
@@ -145,21 +147,16 @@ FLASH_ATTN2_LIMITS = {
     "kv_format": HALF_FORMATS,
     "block": PAGES_OF_256,
 }
-FLASH_ATTN2 = Spec(
-    impl="minivllm.plugins.attention.flash_attn2:FlashAttn2",
-    api=(1, 7),
+FLASH_ATTN2_INSTALL = "pip install flash-attn --no-build-isolation"
+FLASH_ATTN2_PACKAGE = Needs("flash_attn.flash_attn_interface", "2.6", FLASH_ATTN2_INSTALL, dist="flash-attn")
+FLASH_ATTN2 = _library(
+    impl=f"{HERE}.flash_attn2:FlashAttn2",
     summary="FlashAttention-2 over pages of 256 tokens, split-KV decode; Ampere and later",
-    priority=-1,
     limits=FLASH_ATTN2_LIMITS,
     features=frozenset({"lse", "softcap", "window"}),
-    needs=(
-        Needs(
-            "flash_attn.flash_attn_interface", "2.6", "pip install flash-attn --no-build-isolation", dist="flash-attn"
-        ),
-    ),
+    needs=(FLASH_ATTN2_PACKAGE,),
     prefer={"block": 256},
     traits={"graph": "none", "plan": "device"},  # captured steps have not been tested
-    check=plainly,
 )
 FLASHINFER_LIMITS = {
     "device": {"cuda"},
@@ -171,16 +168,15 @@ FLASHINFER_LIMITS = {
     "kv_format": HALF_FORMATS,
     "block": {16, 32, 64, 128},
 }
-FLASHINFER = Spec(
-    impl="minivllm.plugins.attention.flashinfer:FlashInfer",
-    api=(1, 7),
+FLASHINFER_INSTALL = "pip install flashinfer-python==0.6.14"
+FLASHINFER_PACKAGE = Needs("flashinfer", "0.6.14", FLASHINFER_INSTALL, dist="flashinfer-python")
+FLASHINFER = _library(
+    impl=f"{HERE}.flashinfer:FlashInfer",
     summary="FlashInfer on Hopper: XQA for decode rows, planned paged prefill for longer ones",
-    options="minivllm.plugins.attention.options:FlashInferOptions",
-    priority=-1,
+    options=f"{HERE}.options:FlashInferOptions",
     limits=FLASHINFER_LIMITS,
     features=frozenset({"window"}),
-    needs=(Needs("flashinfer", "0.6.14", "pip install flashinfer-python==0.6.14", dist="flashinfer-python"),),
+    needs=(FLASHINFER_PACKAGE,),
     prefer={"block": 64},
     traits={"graph": "decode", "plan": "device"},
-    check=plainly,
 )

@@ -64,9 +64,10 @@ class Triton(AttentionBackend):
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)
-        want = {"k": (block, spec.kv_heads, spec.dim_qk), "v": (block, spec.kv_heads, spec.dim_v)}
+        heads = (block, spec.kv_heads)
+        want = {"k": (*heads, spec.dim_qk), "v": (*heads, spec.dim_v)}
         if "k_scale" in layout.tensors:  # as in ``kvformat.scaled``
-            want |= dict.fromkeys(("k_scale", "v_scale"), (block, spec.kv_heads))
+            want |= {"k_scale": heads, "v_scale": heads}
         for name, t in layout.tensors.items():
             if t.shape != want.get(name):
                 raise PluginError(
@@ -169,13 +170,18 @@ class Triton(AttentionBackend):
 
         With ``mixed`` the step also has rows of several tokens, and with ``exact`` products are computed in float32.
         """
-        spec, group = layer.spec, layer.group
+        spec = layer.spec
+        group = layer.group
         captured = meta.work.get("key", EAGER)
-        if not captured.shared or self.shares_from is None or rows < FEWEST_ROWS or spec.window is not None:
+        if not captured.shared or self.shares_from is None:
+            return None
+        if rows < FEWEST_ROWS or spec.window is not None:
             return None
         key = ("shared", group, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)
         if key not in meta.work:
-            meta.work[key] = find_shared(spec, meta.kv_len[group], meta, meta.table[group], rows, mixed, exact)
+            lengths = meta.kv_len[group]
+            table = meta.table[group]
+            meta.work[key] = find_shared(spec, lengths, meta, table, rows, mixed, exact)
         return meta.work[key]
 
     def _work(
@@ -186,7 +192,8 @@ class Triton(AttentionBackend):
 
         With ``mixed`` the step also has rows of several tokens, and with ``exact`` products are computed in float32.
         """
-        spec, group = layer.spec, layer.group
+        spec = layer.spec
+        group = layer.group
         key = ("work", group, spec.window, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)
         known = key in meta.work
         if not known:
@@ -204,18 +211,26 @@ class Triton(AttentionBackend):
         spec = layer.spec
         key = ("variant", layer.group, spec, copied)
         if key not in meta.work:
-            meta.work[key] = self._choose(layer, q, meta, copied) if self._has_hopper(q.device) else None
+            chosen = None
+            if self._has_hopper(q.device):
+                chosen = self._choose(layer, q, meta, copied)
+            meta.work[key] = chosen
         found: Variant | None = meta.work[key]
         return found
 
     def _has_hopper(self, device: torch.device) -> bool:
-        if capability(device) != 9 or (self.options is not None and self.options.hopper == "off"):
+        if capability(device) != 9:
+            return False
+        if self.options is not None and self.options.hopper == "off":
             return False
         return kernel_module() is not None
 
     def _choose(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, copied: bool) -> Variant | None:
-        spec, captured = layer.spec, meta.work.get("key", EAGER)
-        if spec in self.unfit or self._ahead(meta, layer.group, q.device) is not None:
+        spec = layer.spec
+        captured = meta.work.get("key", EAGER)
+        if spec in self.unfit:
+            return None
+        if self._ahead(meta, layer.group, q.device) is not None:
             return None
         if copied and spec.window is not None:
             # the copy begins at a multiple of the key tile of ``triton_prefill``, which differs from the key tile of
@@ -231,7 +246,8 @@ class Triton(AttentionBackend):
             return choose(spec, tiles, captured.tokens, captured.span)
         q_len = meta.host_q_len[meta.decode_rows :].astype(np.int64)
         kv_len = meta.host_kv_len[layer.group][meta.decode_rows :]
-        tiles = int((-(-q_len // tokens)).sum())
+        tiles_of_row = -(-q_len // tokens)
+        tiles = int(tiles_of_row.sum())
         total = int(q_len.sum())
         pairs = int((q_len * kv_len).sum())
         return choose(spec, tiles, total, pairs // total)
@@ -261,7 +277,10 @@ class Triton(AttentionBackend):
         tokens = lines // group
         most = captured.tokens // tokens + captured.rows
         row, token = tiles_on_device(meta.q_len, meta.kv_len[0], most, tokens)
-        count = (row >= 0).sum(0, keepdim=True, dtype=torch.int32) if hopper else None
+        count = None
+        if hopper:
+            used = row >= 0
+            count = used.sum(0, keepdim=True, dtype=torch.int32)
         return Tiles(row, token, lines, count)
 
     def _host_tiles(self, meta: AttnMeta, group: int, hopper: bool, device: torch.device) -> Tiles:
@@ -269,14 +288,17 @@ class Triton(AttentionBackend):
 
         ``group`` is the number of query heads per KV head.  The Hopper kernel has tiles of its own size.
         """
-        longest = int(meta.host_q_len[meta.decode_rows :].max())
+        first = meta.decode_rows
+        q_len = meta.host_q_len
+        longest = int(q_len[first:].max())
         lines = LINES if hopper else tile_lines(group, longest)
-        row, token = make_tiles(meta.host_q_len, meta.host_kv_len[0], meta.decode_rows, lines // group)
+        row, token = make_tiles(q_len, meta.host_kv_len[0], first, lines // group)
         n = len(row)
         count = np.array([n], np.int32)
-        packed = torch.from_numpy(np.concatenate([row, token, count]))
-        packed = packed.to(device, non_blocking=True)
-        return Tiles(packed[:n], packed[n : 2 * n], lines, packed[2 * n :])
+        packed = np.concatenate([row, token, count])
+        moved = torch.from_numpy(packed).to(device, non_blocking=True)
+        rows, tokens, counts = moved.tensor_split([n, 2 * n])
+        return Tiles(rows, tokens, lines, counts)
 
     def _fixed_tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> Tiles:
         """Return tiles of ``FIXED_LINES`` lines over all rows, including rows of one token."""

@@ -433,6 +433,15 @@ def keys_and_values(layer: AttnLayer) -> tuple[Tensor, Tensor]:
     return k, k if layer.spec.v_in_k else layer.cache["v"]
 
 
+def numbers_of(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> tuple[float, float, int, int]:
+    """Return a layer's scale and soft cap, and the distances of adjacent tokens of q and of adjacent columns of the
+    block table in elements, the numbers of all kernels that compute scores.
+    """
+    spec = layer.spec
+    softcap = spec.softcap or 1.0
+    return spec.softmax_scale, softcap, q.stride(0), meta.table.stride(1)
+
+
 @lru_cache(maxsize=256)
 def head_sizes(spec: AttnSpec) -> dict[str, Any]:
     """Return the constants of kernels that merge outputs: KV heads, query heads of a KV head, and the sizes of values.
@@ -502,7 +511,8 @@ def deal(
     """
     device = kv_len.device
     seen = min(longest, spec.window or longest)
-    cut = rows * spec.kv_heads <= PROGRAMS or seen > LONG
+    programs = rows * spec.kv_heads
+    cut = programs <= PROGRAMS or seen > LONG
     at_once = max(1, PROGRAMS // spec.kv_heads)
     capacity, stored = rows, 1
     if cut:
@@ -541,14 +551,18 @@ def decode(
     rows, entries = len(work.first), len(work.entries)
     sinks = layer.sinks if spec.sinks else out
     slopes = layer.slopes if spec.alibi is not None else out
-    shared = work.shared or (work.first, work.sums, work.norms)
-    ends = (*shared, work.sums, work.norms, sinks, out, lse if lse is not None else out)
+    norm = out if lse is None else lse  # the kernels do not write absent tensors
+    sums = (work.sums, work.norms)
+    shared = work.shared or (work.first, *sums)
+    ends = (*shared, *sums, sinks, out, norm)
     common = pdl(q)
     common["SINKS"] = spec.sinks
     common["LSE"] = lse is not None
     common["SHARED"] = work.shared is not None
     constants = layer_constants(spec) | common
-    words = k.element_size() == 1 and spec.dim_qk % 4 == 0 and spec.dim_v % 4 == 0
+    words = False
+    if k.element_size() == 1:
+        words = spec.dim_qk % 4 == spec.dim_v % 4 == 0
     elements = v.shape[-1]
     if words:
         v = v.view(torch.int32)
@@ -557,7 +571,8 @@ def decode(
     # With one row, shared memory is reserved only for the programs of this launch.  The rest stays first-level cache,
     # through which the products of quantized weights before and after this kernel load (``keep_room``).
     if rows == 1:
-        room = triton.cdiv(spec.kv_heads * entries, multiprocessors(q.device))
+        programs = spec.kv_heads * entries
+        room = triton.cdiv(programs, multiprocessors(q.device))
     constants["GP"] = power(max(constants["G"], 8))
     constants["VS"] = elements
     constants["BLOCK"] = meta.block
@@ -572,11 +587,12 @@ def decode(
     constants["EARLY"] = early
     constants["ROOM"] = room
     constants["num_warps"] = 2 if tile == 64 else 4
-    inputs = (q, k, v, *scales_of(layer), meta.table[layer.group], work.entries)
-    numbers_of_layer = (spec.softmax_scale, spec.softcap or 1.0)
-    strides = (q.stride(0), meta.table.stride(1))
+    table = meta.table[layer.group]
+    inputs = (q, k, v, *scales_of(layer), table, work.entries)
     grid = (spec.kv_heads, entries)
-    launched = _decode[grid](*inputs, *ends, slopes, *numbers_of_layer, *strides, rows, **constants)
+    launched = _decode[grid](*inputs, *ends, slopes, *numbers_of(layer, q, meta), rows, **constants)
     keep_room(launched, room, q.device)
     if work.cut:
-        _merge[(spec.heads, rows)](work.first, *ends, rows, **head_sizes(spec), **common, num_warps=2)
+        grid = (spec.heads, rows)
+        common["num_warps"] = 2
+        _merge[grid](work.first, *ends, rows, **head_sizes(spec), **common)

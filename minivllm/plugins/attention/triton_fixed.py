@@ -34,11 +34,11 @@ from .triton_decode import (
     in_float32,
     keys_and_values,
     layer_constants,
+    numbers_of,
     page_of,
     power,
-    scales_of,
 )
-from .triton_prefill import KEYS, Tiles, by_tma, load_scales, load_tile, see, whole_cache
+from .triton_prefill import KEYS, Tiles, by_tma, inputs_of, load_scales, load_tile, see
 
 PART = 256  # keys
 PROGRAMS = 264  # number of programs among which few tiles are divided: two for each multiprocessor of an H200
@@ -262,7 +262,8 @@ def attend(
     parts = _parts(meta, layer, len(row), stored, q.device)
     sinks = layer.sinks if spec.sinks else out
     slopes = layer.slopes if spec.alibi is not None else out
-    ends = (parts.sums, parts.norms, out, lse if lse is not None else out)
+    norms = out if lse is None else lse  # the kernels do not write absent tensors
+    ends = (parts.sums, parts.norms, out, norms)
     of_row = (meta.kv_len[layer.group], meta.cu_q, row, token)
     common = pdl(q)
     common["N"] = KEYS
@@ -283,11 +284,11 @@ def attend(
     constants["TMA"] = tma
     constants["SCALED"] = scaled
     constants["STORE"] = parts.programs > 1
-    tiled = [whole_cache(x, spec) if tma else x for x in (k, v)]
-    inputs = (q, k, v, *tiled, *scales_of(layer), meta.table[layer.group], meta.slots)
-    numbers = (spec.softmax_scale, spec.softcap or 1.0)
-    strides = (q.stride(0), meta.table.stride(1))
+    inputs = inputs_of(layer, q, meta, tma)
     grid = (len(row), spec.kv_heads, parts.programs)
-    _attend[grid](*inputs, *of_row, sinks, slopes, *ends, *numbers, *strides, parts.most, **constants)
+    most = parts.most
+    _attend[grid](*inputs, *of_row, sinks, slopes, *ends, *numbers_of(layer, q, meta), most, **constants)
     if parts.programs > 1:
-        _join[grid[:2]](*of_row, sinks, *ends, parts.most, L=power(stored), **head_sizes(spec), **common)
+        of_tile = grid[:2]
+        common["L"] = power(stored)
+        _join[of_tile](*of_row, sinks, *ends, most, **head_sizes(spec), **common)

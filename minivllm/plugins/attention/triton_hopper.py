@@ -25,6 +25,8 @@ Reference: ``sdpa.attend_explicit``; ``triton_prefill`` has the same interface f
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,6 +43,7 @@ from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
 from minivllm.device.kernels.launch import multiprocessors
 
 from .hopper_choice import Variant
+from .triton_decode import numbers_of
 from .triton_prefill import Tiles
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -380,8 +383,10 @@ def _attend(
 def boxes_of(x: Tensor, piece: int) -> TensorDescriptor:
     """Return the descriptor of keys or values [blocks, block, kv_heads, D] in boxes of ``piece`` tokens by 64
     elements."""
-    flat = x.view(-1, x.shape[2] * x.shape[3])
-    return TensorDescriptor.from_tensor(flat, [piece, 64], gl.NVMMASharedLayout(128, 16, 2))
+    elements = x.shape[2] * x.shape[3]
+    tokens = x.view(-1, elements)
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return TensorDescriptor.from_tensor(tokens, [piece, 64], layout)
 
 
 def attend(
@@ -400,17 +405,25 @@ def attend(
     spec = layer.spec
     group = spec.heads // spec.kv_heads
     piece = min(variant.keys, meta.block)
-    keys, values = boxes_of(layer.cache["k"], piece), boxes_of(layer.cache["v"], piece)
-    lengths = (meta.kv_len[layer.group], meta.cu_q)
+    keys = boxes_of(layer.cache["k"], piece)
+    values = boxes_of(layer.cache["v"], piece)
+    row, token, lines, count = tiles
     sinks = layer.sinks if spec.sinks else out
-    ends = (sinks, out, lse if lse is not None else out)
-    numbers = (spec.softmax_scale, spec.softcap or 1.0)
-    strides = (q.stride(0), meta.table.stride(1))
-    sizes = {"KH": spec.kv_heads, "G": group, "D": spec.dim_qk, "TOKENS": tiles.lines // group}
-    copies = {"BLOCK": meta.block, "PIECE": piece, "N": variant.keys, "STAGES": variant.stages}
-    flags = {"WINDOW": spec.window or 0, "SOFTCAP": spec.softcap is not None, "SINKS": spec.sinks}
-    inputs = (q, keys, values, meta.table[layer.group], meta.slots, *lengths)
-    of_tiles = (tiles.row, tiles.token, tiles.count)
-    constants = {**sizes, **copies, **flags, "LSE": lse is not None}
-    programs = min(len(tiles.row) * spec.kv_heads, multiprocessors(q.device))
-    _attend[(programs,)](*inputs, *of_tiles, *ends, *numbers, *strides, **constants, num_warps=4)
+    norms = out if lse is None else lse  # the kernel neither reads nor writes absent tensors
+    constants: dict[str, Any] = {"KH": spec.kv_heads, "G": group, "D": spec.dim_qk}
+    constants["TOKENS"] = lines // group
+    constants["BLOCK"] = meta.block
+    constants["PIECE"] = piece
+    constants["N"] = variant.keys
+    constants["STAGES"] = variant.stages
+    constants["WINDOW"] = spec.window or 0
+    constants["SOFTCAP"] = spec.softcap is not None
+    constants["SINKS"] = spec.sinks
+    constants["LSE"] = lse is not None
+    constants["num_warps"] = 4
+    group_of_layer = layer.group
+    inputs = (q, keys, values, meta.table[group_of_layer], meta.slots)
+    of_rows = (meta.kv_len[group_of_layer], meta.cu_q, row, token, count)
+    work = len(row) * spec.kv_heads
+    programs = min(work, multiprocessors(q.device))
+    _attend[(programs,)](*inputs, *of_rows, sinks, out, norms, *numbers_of(layer, q, meta), **constants)

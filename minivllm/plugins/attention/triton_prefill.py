@@ -14,7 +14,7 @@ Reference: ``sdpa.attend_explicit``.  FlashAttention-2's loop (arXiv:2307.08691)
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from .triton_decode import (
     in_float32,
     keys_and_values,
     layer_constants,
+    numbers_of,
     page_of,
     power,
     scaled_values,
@@ -257,11 +258,14 @@ def make_tiles(q_len: np.ndarray, kv_len: np.ndarray, first_row: int, tokens: in
     rows = np.arange(first_row, len(q_len), dtype=np.int32)
     row = np.repeat(rows, counts)
     before = np.cumsum(counts) - counts
-    nth = np.arange(len(row)) - np.repeat(before, counts)
+    first_of_row = np.repeat(before, counts)
+    nth = np.arange(len(row)) - first_of_row
     token = nth * tokens
-    position = (kv_len - q_len)[row] + token
+    first_query = kv_len - q_len
+    position = first_query[row] + token
     order = np.argsort(-position, kind="stable")
-    return row[order], token[order].astype(np.int32)
+    sorted_tokens = token[order].astype(np.int32)
+    return row[order], sorted_tokens
 
 
 @kernel("q_len", "kv_len", "rows", "most")
@@ -305,9 +309,9 @@ def tiles_on_device(q_len: Tensor, kv_len: Tensor, most: int, tokens: int, least
     count = len(q_len)
     rows = power(count)
     at_once = max(1, min(32, 4096 // rows))
-    grid = (triton.cdiv(most, at_once),)
-    sizes = {"TOKENS": tokens, "P": rows, "B": at_once, "LEAST": least}
-    _tiles[grid](q_len, kv_len, row, token, count, most, **sizes, num_warps=4)
+    programs = triton.cdiv(most, at_once)
+    sizes = {"TOKENS": tokens, "P": rows, "B": at_once, "LEAST": least, "num_warps": 4}
+    _tiles[(programs,)](q_len, kv_len, row, token, count, most, **sizes)
     return row, token
 
 
@@ -320,11 +324,13 @@ def tokens_ahead(meta: AttnMeta, group: int, device: torch.device) -> Tensor | N
         return None
     q_len = meta.host_q_len.astype(np.int64)
     shift = meta.host_kv_len[group] - np.cumsum(q_len)
-    position = np.arange(int(q_len.sum())) + np.repeat(shift, q_len)
+    total = int(q_len.sum())
+    position = np.arange(total) + np.repeat(shift, q_len)
     ahead = meta.host_sees - position
     if not ahead.any():
         return None
-    return torch.from_numpy(ahead.astype(np.int32)).to(device, non_blocking=True)
+    counts = torch.from_numpy(ahead.astype(np.int32))
+    return counts.to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)
@@ -341,8 +347,23 @@ def by_tma(spec: AttnSpec, dtype: torch.dtype, device: torch.device, block: int)
 
 def whole_cache(x: Tensor, spec: AttnSpec) -> TensorDescriptor:
     """Return a cache of keys or values for TMA, in tiles of ``KEYS`` tokens of a head."""
-    tokens = x.view(-1, x.shape[2] * x.shape[3])
+    elements = x.shape[2] * x.shape[3]
+    tokens = x.view(-1, elements)
     return TensorDescriptor.from_tensor(tokens, [KEYS, spec.dim_v])
+
+
+def inputs_of(layer: AttnLayer, q: Tensor, meta: AttnMeta, tma: bool) -> tuple[Any, ...]:
+    """Return the first arguments of kernels that read keys in tiles of ``KEYS`` tokens: queries, cache and block table.
+
+    With ``tma`` the cache is passed a second time as descriptors for the copy engine.
+    """
+    k, v = keys_and_values(layer)
+    k_tiles, v_tiles = k, v
+    if tma:
+        k_tiles = whole_cache(k, layer.spec)
+        v_tiles = whole_cache(v, layer.spec)
+    k_scales, v_scales = scales_of(layer)
+    return q, k, v, k_tiles, v_tiles, k_scales, v_scales, meta.table[layer.group], meta.slots
 
 
 def prefill(
@@ -378,10 +399,11 @@ def prefill(
     constants["TMA"] = tma
     constants["SCALED"] = scaled
     constants["num_warps"] = 4
-    tiled = [whole_cache(x, spec) if tma else x for x in (k, v)]
-    inputs = (q, k, v, *tiled, *scales_of(layer), meta.table[layer.group], meta.slots)
-    of_row = (meta.kv_len[layer.group], meta.cu_q, row, token, row if ahead is None else ahead)
-    ends = (sinks, slopes, out, lse if lse is not None else out)
-    numbers = (spec.softmax_scale, spec.softcap or 1.0)
-    strides = (q.stride(0), meta.table.stride(1))
-    _prefill[(len(row), spec.kv_heads)](*inputs, *of_row, *ends, *numbers, *strides, **constants)
+    # the kernel neither reads nor writes absent tensors
+    later = row if ahead is None else ahead
+    norms = out if lse is None else lse
+    inputs = inputs_of(layer, q, meta, tma)
+    of_row = (meta.kv_len[layer.group], meta.cu_q, row, token, later)
+    ends = (sinks, slopes, out, norms)
+    grid = (len(row), spec.kv_heads)
+    _prefill[grid](*inputs, *of_row, *ends, *numbers_of(layer, q, meta), **constants)

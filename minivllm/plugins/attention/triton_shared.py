@@ -38,6 +38,7 @@ from .triton_decode import (
     keys_a_tile,
     keys_and_values,
     layer_constants,
+    numbers_of,
     page_of,
     power,
     scales_of,
@@ -296,29 +297,40 @@ def find_shared(
         return torch.empty(shape, dtype=dtype, device=device)
 
     keys = keys_of(block, exact)
-    each = lines_of(spec) // (spec.heads // spec.kv_heads)
+    group = spec.heads // spec.kv_heads
+    each = lines_of(spec) // group
     aim = max(1, TILE.programs // spec.kv_heads)
     # the last terms are for rounding up the number of tiles and of chunks in each group
     capacity = aim + rows // FEWEST_ROWS + rows // each + 1
     columns = table.shape[1]
-    least = max(1, -(-LEAST_TOKENS // block))
-    most_chunks = max(2, min(MOST_CHUNKS, aim * each // rows))
+    least = -(-LEAST_TOKENS // block)
+    levels = (columns // least).bit_length()
+    chunks = aim * each // rows
+    most_chunks = max(2, min(MOST_CHUNKS, chunks))
     common = pdl(kv_len)
     common["P"] = vector(rows)
     common["num_warps"] = 1
+    of_groups = common | {"BLOCK": block, "FEWEST": FEWEST_ROWS}
     grid = (rows,)
-    label, same = make(rows), make(rows)
-    depths = {"LEAST": least, "LEVELS": max(1, (columns // least).bit_length()), "C": 64}
-    lengths = (meta.slots, kv_len, meta.q_len)
-    found = (label, same, rows, table.stride(0), columns)
-    _find[grid](*lengths, table, *found, BLOCK=block, FEWEST=FEWEST_ROWS, MIXED=mixed, **depths, **common)
-    groups, members = make(rows, 4), make(rows)
+    label = make(rows)
+    same = make(rows)
+    depths = {"LEAST": least, "LEVELS": max(1, levels), "C": 64}
+    slots = meta.slots
+    stride = table.stride(0)
+    q_len = meta.q_len
+    of_rows = (slots, kv_len, q_len, table, label, same, rows, stride, columns)
+    _find[grid](*of_rows, MIXED=mixed, **depths, **of_groups)
+    groups = make(rows, 4)
+    members = make(rows)
     # multiple of tokens at which a shared prefix ends, so that ``_decode`` begins the rest of a row at one of its tiles
     step = max(keys, keys_a_tile(spec, exact))
-    _group[grid](label, same, groups, members, rows, BLOCK=block, N=step, FEWEST=FEWEST_ROWS, **common)
-    entries, shared = make(capacity, ENTRY.value), make(rows, 2)
-    cuts = {"N": keys, "CHUNKS": most_chunks, "LEAST": max(LEAST_CHUNK, keys), "EACH": each}
-    _cut[grid](meta.slots, groups, entries, shared, rows, aim, capacity, WP=vector(capacity), **cuts, **common)
+    _group[grid](label, same, groups, members, rows, N=step, **of_groups)
+    entries = make(capacity, ENTRY.value)
+    shared = make(rows, 2)
+    least_chunk = max(LEAST_CHUNK, keys)
+    common["WP"] = vector(capacity)
+    cuts = {"N": keys, "CHUNKS": most_chunks, "LEAST": least_chunk, "EACH": each}
+    _cut[grid](slots, groups, entries, shared, rows, aim, capacity, **cuts, **common)
     stored = most_chunks * rows * spec.heads
     sums = make(stored, spec.dim_v, dtype=torch.float32)
     norms = make(stored, 2, dtype=torch.float32)
@@ -337,8 +349,11 @@ def attend_shared(layer: AttnLayer, q: Tensor, meta: AttnMeta, work: SharedWork)
     k, v = keys_and_values(layer)
     exact = in_float32(q)
     scaled = "k_scale" in layer.cache
-    lines, keys = lines_of(spec), keys_of(meta.block, exact)
-    tma = not scaled and meta.block % keys == 0 and by_tma(spec, k.dtype, q.device, meta.block)
+    lines = lines_of(spec)
+    keys = keys_of(meta.block, exact)
+    tma = False
+    if not scaled and meta.block % keys == 0:
+        tma = by_tma(spec, k.dtype, q.device, meta.block)
     constants = layer_constants(spec) | pdl(q)
     constants["VS"] = v.shape[-1]
     constants["BLOCK"] = meta.block
@@ -350,13 +365,17 @@ def attend_shared(layer: AttnLayer, q: Tensor, meta: AttnMeta, work: SharedWork)
     constants["TMA"] = tma
     constants["SCALED"] = scaled
     constants["num_warps"] = TILE.warps
-    tiled = [_whole(x, keys, spec.dim_v) if tma else x for x in (k, v)]
-    inputs = (q, k, v, *tiled, *scales_of(layer), meta.table[layer.group])
-    of_rows = (work.entries, work.members, meta.kv_len[layer.group])
-    sums, norms = work.parts.sums, work.parts.norms
-    slopes = layer.slopes if spec.alibi is not None else norms
-    numbers = (spec.softmax_scale, spec.softcap or 1.0)
-    strides = (q.stride(0), meta.table.stride(1))
-    rows = len(work.members)
-    grid = (spec.kv_heads, len(work.entries))
-    _shared[grid](*inputs, *of_rows, sums, norms, slopes, *numbers, *strides, rows, **constants)
+    k_tiles, v_tiles = k, v
+    if tma:
+        k_tiles = _whole(k, keys, spec.dim_v)
+        v_tiles = _whole(v, keys, spec.dim_v)
+    k_scales, v_scales = scales_of(layer)
+    entries, members, parts = work
+    group = layer.group
+    slopes = layer.slopes if spec.alibi is not None else parts.norms
+    rows = len(members)
+    inputs = (q, k, v, k_tiles, v_tiles, k_scales, v_scales, meta.table[group])
+    of_rows = (entries, members, meta.kv_len[group])
+    results = (parts.sums, parts.norms)
+    grid = (spec.kv_heads, len(entries))
+    _shared[grid](*inputs, *of_rows, *results, slopes, *numbers_of(layer, q, meta), rows, **constants)

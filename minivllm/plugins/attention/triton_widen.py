@@ -31,6 +31,7 @@ PAYS = 64  # mean number of queries per key from which a copy in 16 bits saves t
 LEAST = 1 << 27  # number of (query head, key) pairs below which launching the copy takes longer than it saves
 SHARE = 256  # a copy takes at most one part in SHARE of the device's memory
 CHUNK = 4096  # number of elements that a program copies
+Places = tuple[Tensor, Tensor, Tensor]  # the results of ``_places``
 
 
 @triton.jit
@@ -71,7 +72,8 @@ def _most_bytes(device: torch.device) -> int:
 def pays(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> bool:
     """Return whether to copy the keys and values of the rows from ``decode_rows`` on."""
     spec = layer.spec
-    if layer.cache["k"].element_size() != 1 or q.element_size() != 2 or spec.v_in_k:
+    k = layer.cache["k"]
+    if spec.v_in_k or k.element_size() != 1 or q.element_size() != 2:
         return False
     key = ("to widen", layer.group, spec.heads)
     if key not in meta.work:
@@ -84,10 +86,13 @@ def pays(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> bool:
             seen = np.minimum(keys, spec.window)
         pairs = int((seen * q_len).sum())
         total = int(keys.sum())
-        blocks = _room(-(-total // meta.block) + len(keys))
-        elements = blocks * meta.block * spec.kv_heads * (spec.dim_qk + spec.dim_v)
+        full = -(-total // meta.block)
+        blocks = _room(full + len(keys))
+        dims = spec.dim_qk + spec.dim_v
+        elements = blocks * meta.block * spec.kv_heads * dims
         fits = elements * q.element_size() <= _most_bytes(q.device)
-        meta.work[key] = fits and pairs >= PAYS * total and pairs * spec.heads >= LEAST
+        long = pairs * spec.heads >= LEAST
+        meta.work[key] = fits and long and pairs >= PAYS * total
     return bool(meta.work[key])
 
 
@@ -98,7 +103,8 @@ def _first_blocks(layer: AttnLayer, meta: AttnMeta) -> np.ndarray:
     kv_len = meta.host_kv_len[layer.group].astype(np.int64)
     if layer.spec.window is None:
         return np.zeros_like(kv_len)
-    least = np.maximum(kv_len - meta.host_q_len - layer.spec.window + 1, 0)
+    first_query = kv_len - meta.host_q_len
+    least = np.maximum(first_query - layer.spec.window + 1, 0)
     return least // KEYS * KEYS // meta.block
 
 
@@ -109,14 +115,15 @@ def _room(blocks: int) -> int:
     return 1 << max(blocks - 1, 0).bit_length()
 
 
-def _places(layer: AttnLayer, meta: AttnMeta, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _places(layer: AttnLayer, meta: AttnMeta, device: torch.device) -> Places:
     """Return the block table i32 [blocks] of the copy, the row of each block i64, and for each row the index of its
     block 0.
     """
     key = ("widened", layer.group)
     if key not in meta.work:
         first = _first_blocks(layer, meta)
-        blocks = -(-meta.host_kv_len[layer.group] // meta.block) - first
+        every_block = -(-meta.host_kv_len[layer.group] // meta.block)
+        blocks = every_block - first
         blocks[: meta.decode_rows] = 0
         total = int(blocks.sum())
         starts = np.cumsum(blocks) - blocks - first
@@ -126,7 +133,7 @@ def _places(layer: AttnLayer, meta: AttnMeta, device: torch.device) -> tuple[Ten
         row = torch.repeat_interleave(every, blocks_there, output_size=total)
         table = torch.arange(total, dtype=torch.int32, device=device)
         meta.work[key] = table, row, starts_there
-    found: tuple[Tensor, Tensor, Tensor] = meta.work[key]
+    found: Places = meta.work[key]
     return found
 
 
@@ -137,18 +144,28 @@ def widened(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> tuple[AttnLayer, Att
     """
     spec = layer.spec
     table, row, starts = _places(layer, meta, q.device)
-    k, v = layer.cache["k"], layer.cache["v"]
-    room = _room(len(table))
-    cache = {}
-    for name, x in (("k", k), ("v", v)):
-        cache[name] = x.new_empty((room, *x.shape[1:]), dtype=q.dtype)
-    k_elements, v_elements = k[0].numel(), v[0].numel()
-    sizes = {"KE": k_elements, "VE": v_elements, "D": spec.dim_qk, "DV": spec.dim_v}
-    scaled = "k_scale" in layer.cache
-    grid = (len(table), triton.cdiv(max(k_elements, v_elements), CHUNK))
-    tensors = (k, v, *scales_of(layer), cache["k"], cache["v"])
-    places = (meta.table[layer.group], meta.slots, row, starts, meta.table.stride(1))
-    _widen[grid](*tensors, *places, **sizes, CHUNK=CHUNK, SCALED=scaled, num_warps=4)
+    k = layer.cache["k"]
+    v = layer.cache["v"]
+    blocks = len(table)
+    room = _room(blocks)
+    k_block = k[0]
+    v_block = v[0]
+    k_to = k.new_empty((room, *k_block.shape), dtype=q.dtype)
+    v_to = v.new_empty((room, *v_block.shape), dtype=q.dtype)
+    constants = {"KE": k_block.numel(), "VE": v_block.numel()}
+    most = max(constants.values())
+    grid = (blocks, triton.cdiv(most, CHUNK))
+    constants["D"] = spec.dim_qk
+    constants["DV"] = spec.dim_v
+    constants["CHUNK"] = CHUNK
+    constants["SCALED"] = "k_scale" in layer.cache
+    constants["num_warps"] = 4
+    k_scales, v_scales = scales_of(layer)
+    stride = meta.table.stride(1)
+    tensors = (k, v, k_scales, v_scales, k_to, v_to)
+    _widen[grid](*tensors, meta.table[layer.group], meta.slots, row, starts, stride, **constants)
     # the "slot" of a row is the index of its block 0 in one list of all blocks
-    table = table[None, :, None].expand(len(meta.table), -1, 1)
-    return replace(layer, cache=cache), replace(meta, table=table, slots=starts)
+    groups = len(meta.table)
+    table = table[None, :, None].expand(groups, -1, 1)
+    copy = replace(layer, cache={"k": k_to, "v": v_to})
+    return copy, replace(meta, table=table, slots=starts)
