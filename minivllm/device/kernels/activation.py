@@ -64,24 +64,24 @@ def gate_mul(
     With ``squares`` float32 [T, P], x is first divided by sqrt(sum of the token's squares / dim + eps), which is the
     division of the norm before the product.
     """
-    tokens, inner = x.shape[0], x.shape[1] // 2
+    tokens, width = x.shape
+    inner = width // 2
     y = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return y
     parts = 0 if squares is None else squares.shape[1]
-    if tokens:
-        _gate_mul[(tokens, triton.cdiv(inner, BLOCK))](
-            x,
-            y,
-            x if squares is None else squares,
-            eps,
-            INNER=inner,
-            DIM=dim,
-            PARTS=parts,
-            PARTS_P=triton.next_power_of_2(max(parts, 1)),
-            ACT=NUMBER[activation],
-            BLOCK=BLOCK,
-            num_warps=8,
-            **pdl(x),
-        )
+    if squares is None:
+        squares = x  # the kernel does not read it
+    constants = pdl(x)
+    constants["INNER"] = inner
+    constants["DIM"] = dim
+    constants["PARTS"] = parts
+    constants["PARTS_P"] = triton.next_power_of_2(max(parts, 1))
+    constants["ACT"] = NUMBER[activation]
+    constants["BLOCK"] = BLOCK
+    constants["num_warps"] = 8
+    grid = (tokens, triton.cdiv(inner, BLOCK))
+    _gate_mul[grid](x, y, squares, eps, **constants)
     return y
 
 
@@ -131,20 +131,18 @@ def gate_mul_rounded(x: Tensor, dtype: torch.dtype, activation: str = "silu") ->
 
     A program computes a row.  inner is at most LONGEST.
     """
-    tokens, inner = x.shape[0], x.shape[1] // 2
+    tokens, width = x.shape
+    inner = width // 2
     y, scale = empty_rows(tokens, inner, dtype, x.device)
-    if tokens:
-        size = triton.next_power_of_2(inner)
-        _gate_rounded[(tokens,)](
-            x,
-            y,
-            scale,
-            INNER=inner,
-            P=size,
-            ACT=NUMBER[activation],
-            TOP=TOP[dtype],
-            WHOLE=dtype == torch.int8,
-            num_warps=min(32, max(4, size // 512)),
-            **pdl(x),
-        )
+    if not tokens:
+        return y, scale
+    size = triton.next_power_of_2(inner)
+    constants = pdl(x)
+    constants["INNER"] = inner
+    constants["P"] = size
+    constants["ACT"] = NUMBER[activation]
+    constants["TOP"] = TOP[dtype]
+    constants["WHOLE"] = dtype == torch.int8
+    constants["num_warps"] = min(32, max(4, size // 512))
+    _gate_rounded[(tokens,)](x, y, scale, **constants)
     return y, scale

@@ -84,7 +84,8 @@ class ShapesOnly(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet, inputs = func.overloadpacket, _tensors((args, kwargs))
+        packet = func.overloadpacket
+        inputs = _tensors((args, kwargs))
         if packet in _EMPTY:
             return blank(func(*args, **kwargs))
         constant = packet in _CONSTANT or func in _CONSTANT_OVERLOADS
@@ -199,7 +200,9 @@ class CompileAhead:
         """Queue the kernels that this thread would compile, and launch none.
 
         Triton compiles a variant in ``JITFunction._do_compile`` and launches nothing with ``warmup``."""
-        run, compile_one, thread = JITFunction.run, JITFunction._do_compile, threading.get_ident()
+        run = JITFunction.run
+        compile_one = JITFunction._do_compile
+        thread = threading.get_ident()
 
         def not_launched(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             if threading.get_ident() != thread:
@@ -213,11 +216,13 @@ class CompileAhead:
                 return compile_one(function, key, *rest, **more)
             return self._queue(function, key, lambda: compile_one(function, key, *rest, **more))
 
-        JITFunction.run, JITFunction._do_compile = not_launched, queued
+        JITFunction.run = not_launched
+        JITFunction._do_compile = queued
         try:
             yield
         finally:
-            JITFunction.run, JITFunction._do_compile = run, compile_one
+            JITFunction.run = run
+            JITFunction._do_compile = compile_one
 
     def _queue(self, function: Any, key: Any, compile_it: Callable[[], Any]) -> None:
         """Queue the compilation of a kernel's variant, unless it was queued before.

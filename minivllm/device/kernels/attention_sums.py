@@ -151,13 +151,18 @@ def fits(cache: Mapping[str, Tensor], kv_heads: int, dim: int) -> bool:
     """Return whether the kernel can read the keys of a layer: k [blocks, block, kv_heads, dim], and k_scale if it is
     stored."""
     keys = cache.get("k")
-    return keys is not None and keys.shape[2:] == (kv_heads, dim) and (keys.dtype.itemsize > 1 or "k_scale" in cache)
+    if keys is None or keys.shape[2:] != (kv_heads, dim):
+        return False
+    return keys.dtype.itemsize > 1 or "k_scale" in cache
 
 
 def _by_tma(q: Tensor, dim: int) -> bool:
     """Return whether the copy engine loads queries.  Under the interpreter it does too, so that tests cover it."""
-    powers = dim >= 16 and dim & (dim - 1) == 0
-    return powers and (q.device.type == "cpu" or (capability(q.device) >= 9 and q.dtype.itemsize == 2))
+    if dim < 16 or dim & (dim - 1):
+        return False
+    if q.device.type == "cpu":
+        return True
+    return capability(q.device) >= 9 and q.dtype.itemsize == 2
 
 
 def add_sums(
@@ -176,39 +181,32 @@ def add_sums(
     index of the layer in its KV group.  ``tiles`` None means the measured choice."""
     spec = layer.spec
     # Triton's interpreter does not support products of bfloat16
-    dim, exact = spec.dim_qk, q.element_size() == 4 or q.device.type == "cpu"
+    exact = q.element_size() == 4 or q.device.type == "cpu"
+    dim = spec.dim_qk
     if q.stride(2) != 1 or q.stride(1) != dim:
         q = q.contiguous()
     norms = (lse * LOG2E.value).t().contiguous()
-    scaled, tma = "k_scale" in layer.cache, _by_tma(q, dim)
+    tma = _by_tma(q, dim)
     chosen = tiles or (NARROW if exact or dim > 128 else TILES)
-    flat = q.view(len(q), -1)
-    _sums[(triton.cdiv(rows.longest, chosen.keys), spec.kv_heads, rows.count)](
-        q,
-        TensorDescriptor.from_tensor(flat, [chosen.queries, dim]) if tma else q,
-        layer.cache["k"],
-        layer.cache["k_scale"] if scaled else q,
-        meta.table[layer.group],
-        norms,
-        rows.table,
-        number,
-        spec.softmax_scale,
-        spec.softcap or 1.0,
-        q.stride(0),
-        norms.stride(0),
-        meta.table.stride(1),
-        rows.count,
-        KH=spec.kv_heads,
-        G=spec.heads // spec.kv_heads,
-        D=dim,
-        DP=triton.next_power_of_2(max(dim, 16)),
-        BLOCK=meta.block,
-        N=chosen.keys,
-        M=chosen.queries,
-        SOFTCAP=spec.softcap is not None,
-        SCALED=scaled,
-        IEEE=exact,
-        TMA=tma,
-        STAGES=chosen.stages,
-        num_warps=chosen.warps,
-    )
+    q_tiles = q
+    if tma:
+        flat = q.view(len(q), -1)
+        q_tiles = TensorDescriptor.from_tensor(flat, [chosen.queries, dim])
+    constants = {"KH": spec.kv_heads, "D": dim, "IEEE": exact, "TMA": tma}
+    constants["G"] = spec.heads // spec.kv_heads
+    constants["DP"] = triton.next_power_of_2(max(dim, 16))
+    constants["BLOCK"] = meta.block
+    constants["N"] = chosen.keys
+    constants["M"] = chosen.queries
+    constants["SOFTCAP"] = spec.softcap is not None
+    constants["SCALED"] = "k_scale" in layer.cache
+    constants["STAGES"] = chosen.stages
+    constants["num_warps"] = chosen.warps
+    k = layer.cache["k"]
+    scales = layer.cache.get("k_scale", q)
+    tensors = (q, q_tiles, k, scales, meta.table[layer.group], norms)
+    numbers = (number, spec.softmax_scale, spec.softcap or 1.0)
+    strides = (q.stride(0), norms.stride(0), meta.table.stride(1))
+    count = rows.count
+    grid = (triton.cdiv(rows.longest, chosen.keys), spec.kv_heads, count)
+    _sums[grid](*tensors, rows.table, *numbers, *strides, count, **constants)

@@ -60,16 +60,22 @@ def chunks_of(step: StepStates, tokens: int) -> Chunks:
     """Divide the long rows of a step of ``tokens`` tokens into chunks.  No tensor is read on the host."""
     n = step.cu_q[1:] - step.cu_q[:-1]
     long = (n >= LONG) & (step.behind <= 0) & ~step.drafts
+    length = n[:, None]
     copied = step.save_at - step.start[:, None]
-    inside = (copied > 0) & (copied < n[:, None])
-    ends = torch.where(inside, copied, n[:, None]).sort(dim=1).values
-    cuts = torch.cat([torch.zeros_like(n)[:, None], ends, n[:, None]], dim=1).int()
-    count = ((cuts.diff(dim=1) + CHUNK - 1) // CHUNK).sum(1)
+    inside = (copied > 0) & (copied < length)
+    ends = torch.where(inside, copied, length)
+    ends = ends.sort(dim=1).values
+    begin = torch.zeros_like(length)
+    cuts = torch.cat([begin, ends, length], dim=1).int()
+    between = cuts.diff(dim=1)
+    count = ((between + CHUNK - 1) // CHUNK).sum(1)
     end = torch.where(long, count, 0).cumsum(0)
-    most = tokens // CHUNK + (1 + COPIES) * min(len(n), tokens // LONG)
+    most_long = min(len(n), tokens // LONG)
+    most = tokens // CHUNK + (1 + COPIES) * most_long
     number = torch.arange(most, device=n.device)
     row = torch.searchsorted(end, number, right=True)
-    return Chunks(long.view(torch.uint8), cuts, row.int(), (end - count).int())
+    first = (end - count).int()
+    return Chunks(long.view(torch.uint8), cuts, row.int(), first)
 
 
 @kernel("rows", "start", "cu_q", "row_of", "T", "R")
@@ -235,7 +241,9 @@ def _advance(
 
 def takes(dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> bool:
     """Return whether long rows of this dtype, and of these sizes of heads, can be computed in chunks."""
-    return dtype in (torch.bfloat16, torch.float16) and sizes[2] in DIMS and sizes[3] in DIMS
+    _, _, key_dim, value_dim = sizes
+    of_16_bits = dtype in (torch.bfloat16, torch.float16)
+    return of_16_bits and key_dim in DIMS and value_dim in DIMS
 
 
 def scan_long(
@@ -259,25 +267,31 @@ def scan_long(
     rows = len(step.rows)
     ring = memory["ring"]
     mixed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    shape = {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim}
-    launch = pdl(x)
-    conv = {"W": weight.shape[1], "RING": ring.shape[1], "BT": TOKENS, "P": max(key_dim, value_dim), "num_warps": 4}
-    grid: tuple[int, ...] = (triton.cdiv(tokens, TOKENS), 2 * key_heads + heads)
-    columns = (step.rows, step.start, step.cu_q, step.row)
-    _mix[grid](x, weight, ring, *columns, mixed, tokens, rows, x.stride(0), **shape, **conv, **launch)
+    shape = pdl(x) | {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim}
+    conv = shape | {"BT": TOKENS, "num_warps": 4}
+    conv["W"] = weight.shape[1]
+    conv["RING"] = ring.shape[1]
+    conv["P"] = max(key_dim, value_dim)
+    cu_q = step.cu_q
+    columns = (step.rows, step.start, cu_q, step.row)
+    grid = (triton.cdiv(tokens, TOKENS), 2 * key_heads + heads)
+    numbers = (tokens, rows, x.stride(0))
+    _mix[grid](x, weight, ring, *columns, mixed, *numbers, **conv)
     inverse = x.new_empty(tokens, heads, CHUNK)
     inner = x.new_empty(tokens, heads, CHUNK)
     g = x.new_empty(tokens, heads, dtype=torch.float32)
-    table = (step.cu_q, chunks.row, chunks.first, chunks.cuts)
     made = (inverse, inner, g)
-    grid = (len(chunks.row), heads)
-    strides = (rows, ab.stride(0))
-    _prepare[grid](mixed, ab, rates, dt_bias, *table, *made, *strides, **shape, BC=CHUNK, num_warps=WARPS, **launch)
-    many = rows * heads * value_dim >= MANY * PART
-    part = min(PART if many else SMALL_PART, value_dim)
-    of_rows = (step.rows, step.start, step.behind, step.cu_q, chunks.long, chunks.cuts, step.save_at, step.save_to)
-    tile = {"BC": CHUNK, "BV": part, "COPIES": COPIES, "num_warps": WARPS, "num_stages": STAGES}
-    args = (mixed, *made, memory["state"], *of_rows, out)
-    _advance[rows, heads, value_dim // part](*args, **shape, **tile, **launch)
+    long, cuts, row, first = chunks
+    grid = (len(row), heads)
+    inputs = (mixed, ab, rates, dt_bias, cu_q, row, first, cuts)
+    stride = ab.stride(0)
+    _prepare[grid](*inputs, *made, rows, stride, BC=CHUNK, num_warps=WARPS, **shape)
+    states = rows * heads * value_dim
+    part = PART if states >= MANY * PART else SMALL_PART
+    part = min(part, value_dim)
+    shape |= {"BC": CHUNK, "COPIES": COPIES, "num_warps": WARPS, "num_stages": STAGES}
+    of_rows = (step.rows, step.start, step.behind, cu_q, long, cuts)
+    args = (mixed, *made, memory["state"], *of_rows, step.save_at, step.save_to, out)
+    _advance[rows, heads, value_dim // part](*args, BV=part, **shape)
     for other in (PART, SMALL_PART):
-        compile_once(_advance, args, {**shape, **tile, "BV": min(other, value_dim), **launch})
+        compile_once(_advance, args, shape | {"BV": min(other, value_dim)})

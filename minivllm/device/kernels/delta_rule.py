@@ -12,7 +12,7 @@ The ring is explained in ``core.interfaces.states``.  Reference: ``device.layers
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -372,11 +372,13 @@ def mix(
     A step whose rows have at most one token each, and whose states never lack tokens, is one launch."""
     # without space for drafts in the ring of the newest inputs, a state covers all tokens before its row
     lacks_none = memory["ring"].shape[1] == weights[0].shape[1]
-    if invariant or step.longest != 1 or len(x) != len(step.rows) or not lacks_none:
-        o = x.new_empty(len(x), sizes[1], sizes[3])
-        scan(x, ab, *weights, memory, sizes, step, invariant, o)
-        return gated_norm(o, z, norm, eps, step.cu_q)
-    return scan_one(x, ab, z, weights, norm, eps, memory, sizes, step)
+    single = step.longest == 1 and len(x) == len(step.rows)
+    if single and lacks_none and not invariant:
+        return scan_one(x, ab, z, weights, norm, eps, memory, sizes, step)
+    _, heads, _, value_dim = sizes
+    o = x.new_empty(len(x), heads, value_dim)
+    scan(x, ab, *weights, memory, sizes, step, invariant, o)
+    return gated_norm(o, z, norm, eps, step.cu_q)
 
 
 def scan_one(
@@ -396,7 +398,7 @@ def scan_one(
 
     ``part`` is the elements of a value that a program computes, and ``warps`` its number of warps; None means the
     measured choice."""
-    key_heads, heads, key_dim, value_dim = sizes
+    _, heads, key_dim, value_dim = sizes
     rows = len(step.rows)
     few = rows <= FEW_ROWS
     keys = triton.next_power_of_2(key_dim)
@@ -406,15 +408,25 @@ def scan_one(
     part = min(part, values)
     whole = part == values
     out = torch.empty(rows, heads * value_dim, dtype=x.dtype, device=x.device)
-    of_rows = (step.rows, step.start, step.behind, step.cu_q, step.save_at, step.save_to)
-    states = (memory["ring"], memory["gates"], memory["state"])
+    cu_q = step.cu_q
+    of_rows = (step.rows, step.start, step.behind, cu_q, step.save_at, step.save_to)
+    ring = memory["ring"]
+    states = (ring, memory["gates"], memory["state"])
     strides = (x.stride(0), ab.stride(0), z.stride(0))
-    shape = {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim, "W": weights[0].shape[1]}
-    tile = {"RING": states[0].shape[1], "PK": keys, "BV": part, "COPIES": COPIES, "NORM": whole}
-    tile["num_warps"] = warps or (2 if few else 4)
+    constants = pdl(x) | shape_of(sizes)
+    constants["W"] = weights[0].shape[1]
+    constants["RING"] = ring.shape[1]
+    constants["PK"] = keys
+    constants["BV"] = part
+    constants["COPIES"] = COPIES
+    constants["NORM"] = whole
+    constants["num_warps"] = warps or (2 if few else 4)
     grid = (rows, heads, values // part)
-    _one[grid](x, ab, z, *weights, norm, *states, *of_rows, out, rows, *strides, eps, **shape, **tile, **pdl(x))
-    return out if whole else gated_norm(out.view(rows, heads, value_dim), z, norm, eps, step.cu_q)
+    _one[grid](x, ab, z, *weights, norm, *states, *of_rows, out, rows, *strides, eps, **constants)
+    if whole:
+        return out
+    by_head = out.view(rows, heads, value_dim)
+    return gated_norm(by_head, z, norm, eps, cu_q)
 
 
 def scan(
@@ -435,29 +447,31 @@ def scan(
     depend on the other rows of the step.  The outputs are written to ``out``, in which tokens of no row keep their
     values.  None means new memory, in which they are zeros.
     """
-    key_heads, heads, key_dim, value_dim = sizes
+    _, heads, key_dim, value_dim = sizes
     ring = memory["ring"]
     gates = memory["gates"]
     if out is None:
         out = x.new_zeros(len(x), heads, value_dim)
     rows = len(step.rows)
     taps = weight.shape[1]
-    drafts = step.drafts.view(torch.uint8)
     in_chunks, chunks = chunks_of(step, x, sizes, invariant)
-    of_rows = (step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to, chunks.long)
     keys = triton.next_power_of_2(key_dim)
     part = PART if invariant else part_of(rows, len(x))
     part = min(part, triton.next_power_of_2(value_dim))
     grid = (rows, heads, triton.cdiv(value_dim, part))
-    shape = {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim, "W": taps, "RING": ring.shape[1]}
-    tile = {"PK": keys, "BV": part, "num_warps": warps_of(keys, part)}
+    options = pdl(x) | shape_of(sizes)
+    options["W"] = taps
+    options["RING"] = ring.shape[1]
+    options["PK"] = keys
+    options["BV"] = part
+    options["num_warps"] = warps_of(keys, part)
+    # A state is advanced in two loops, by tokens that it lacks and by tokens of the step.  The compiler fuses different
+    # multiply-adds in them, so their bits differ.
+    options["enable_fp_fusion"] = not invariant
     weights = (weight, rates, dt_bias)
     states = (ring, gates, memory["state"])
     strides = (x.stride(0), ab.stride(0))
-    args = (x, ab, *weights, *states, *of_rows, out, *strides)
-    # A state is advanced in two loops, by tokens that it lacks and by tokens of the step.  The compiler fuses different
-    # multiply-adds in them, so their bits differ.
-    options = {**shape, **tile, **pdl(x), "enable_fp_fusion": not invariant}
+    args = (x, ab, *weights, *states, *rows_of(step), chunks.long, out, *strides)
     all_long = in_chunks and ring.shape[1] == taps and (step.shortest or 0) >= delta_chunks.LONG
     if all_long:
         compile_once(_scan, args, options)
@@ -469,6 +483,18 @@ def scan(
     return out
 
 
+def shape_of(sizes: tuple[int, int, int, int]) -> dict[str, Any]:
+    """Return the constants of a layer's heads, for key heads, value heads, key dim and value dim."""
+    key_heads, heads, key_dim, value_dim = sizes
+    return {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim}
+
+
+def rows_of(step: StepStates) -> tuple[Tensor, ...]:
+    """Return the columns of a step's rows in the order of the kernels ``_scan`` and ``_keep``."""
+    drafts = step.drafts.view(torch.uint8)
+    return step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to
+
+
 def chunks_of(
     step: StepStates, x: Tensor, sizes: tuple[int, int, int, int], invariant: bool
 ) -> tuple[bool, delta_chunks.Chunks]:
@@ -477,13 +503,17 @@ def chunks_of(
     There are none if results must not depend on the batch (``invariant``).  The chunks are the same for all layers and
     are computed once per step.
     """
-    known = step.row is not None and (step.longest or 0) >= delta_chunks.LONG
+    longest = step.longest or 0
+    known = step.row is not None and longest >= delta_chunks.LONG
     wanted = known and not invariant and delta_chunks.takes(x.dtype, sizes)
     if step.chunks is None:
         step.chunks = {}
     if wanted not in step.chunks:
-        none = delta_chunks.Chunks.none(len(step.rows), x.device)
-        step.chunks[wanted] = delta_chunks.chunks_of(step, len(x)) if wanted else none
+        if wanted:
+            chunks = delta_chunks.chunks_of(step, len(x))
+        else:
+            chunks = delta_chunks.Chunks.none(len(step.rows), x.device)
+        step.chunks[wanted] = chunks
     return wanted, step.chunks[wanted]
 
 
@@ -505,18 +535,24 @@ def keep(
 
     ``more`` [T, m] and ``more_ring`` [states, places, m] are an optional second pair of inputs and ring.
     """
-    drafts = step.drafts.view(torch.uint8)
-    of_rows = (step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to)
-    width = ring.shape[2]
+    places, width = ring.shape[1:]
     second = 0 if more_ring is None else more_ring.shape[2]
     columns = min(1024, triton.next_power_of_2(width))
-    shape = {"C": width, "MORE": second, "COPIES": COPIES, "TAPS": taps, "RING": ring.shape[1], "BC": columns}
+    constants = pdl(new)
+    constants["C"] = width
+    constants["MORE"] = second
+    constants["COPIES"] = COPIES
+    constants["TAPS"] = taps
+    constants["RING"] = places
+    constants["BC"] = columns
+    constants["num_warps"] = 4
     if more is None or more_ring is None:
-        more, more_ring = new, ring
-    grid = (len(step.rows), triton.cdiv(width, columns) + triton.cdiv(second, columns))
-    pairs = (new, ring, more, more_ring)
+        more = new
+        more_ring = ring
+    programs = triton.cdiv(width, columns) + triton.cdiv(second, columns)
     strides = (new.stride(0), more.stride(0))
-    _keep[grid](*pairs, *of_rows, *strides, **shape, num_warps=4, **pdl(new))
+    grid = (len(step.rows), programs)
+    _keep[grid](new, ring, more, more_ring, *rows_of(step), *strides, **constants)
 
 
 def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, cu_q: Tensor) -> Tensor:
@@ -526,9 +562,16 @@ def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, cu_q: Tensor) -
     """
     tokens, heads, dim = o.shape
     y = torch.empty(tokens, heads * dim, dtype=o.dtype, device=o.device)
-    if tokens:
-        shape = {"HV": heads, "DV": dim, "PV": triton.next_power_of_2(dim), "HEADS": HEADS}
-        sizes = (len(cu_q) - 1, tokens * heads, z.stride(0))
-        grid = (triton.cdiv(tokens * heads, HEADS),)
-        _norm[grid](o, z, weight, y, cu_q, *sizes, eps, **shape, num_warps=4, **pdl(o))
+    if not tokens:
+        return y
+    constants = pdl(o)
+    constants["HV"] = heads
+    constants["DV"] = dim
+    constants["PV"] = triton.next_power_of_2(dim)
+    constants["HEADS"] = HEADS
+    constants["num_warps"] = 4
+    rows = len(cu_q) - 1
+    every = tokens * heads
+    programs = triton.cdiv(every, HEADS)
+    _norm[(programs,)](o, z, weight, y, cu_q, rows, every, z.stride(0), eps, **constants)
     return y

@@ -9,14 +9,14 @@ The references are ``read_rows`` and ``accept`` of ``device.worker.step``, and `
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.core.interfaces.plan import EOS, FAILED, LENGTH, NAN, OVERSHOOT, STOP_ID, STOP_IDS
+from minivllm.core.interfaces.plan import EOS, FAILED, LENGTH, NAN, OVERSHOOT, STOP_ID
 
 from .launch import kernel, pdl, wait
+from .step import draw_constants, dropped_of, ends_of, history_of, place_constants
 
 _EOS, _STOP, _LENGTH, _NAN = (tl.constexpr(x) for x in (EOS, STOP_ID, LENGTH, NAN))
 _OVERSHOOT, _FAILED = tl.constexpr(OVERSHOOT), tl.constexpr(FAILED)
@@ -63,31 +63,14 @@ def begin_at(
     ``ahead`` positions later; 1 is for a head that reads pairs of a state and the next token.  Rows that have ended,
     and rows before the first token, whose length is 0, write to the null block.
     """
-    groups, size, _ = state.table.shape
-    _begin_at[(len(slots),)](
-        slots,
-        shift,
-        state.tokens,
-        state.known,
-        state.stopped.view(torch.uint8),
-        state.table,
-        ids,
-        position,
-        kv_len,
-        slot_map,
-        state.known if state.dropped is None else state.dropped,
-        state.tokens.stride(0),
-        state.table.stride(1),
-        len(slots),
-        state.tokens.shape[1] - 2 - ahead,
-        AHEAD=ahead,
-        BLOCK=state.block,
-        GROUPS=groups,
-        SLOTS=size,
-        DROPS=state.dropped is not None,
-        num_warps=1,
-        **pdl(ids),
-    )
+    rows = len(slots)
+    constants = place_constants(state, ids)
+    constants["AHEAD"] = ahead
+    last = state.tokens.shape[1] - 2 - ahead
+    columns = (*history_of(state), state.table)
+    inputs = (ids, position, kv_len, slot_map)
+    numbers = (state.tokens.stride(0), state.table.stride(1), rows, last)
+    _begin_at[(rows,)](slots, shift, *columns, *inputs, dropped_of(state), *numbers, **constants)
 
 
 @kernel("slots", "draft", "drawn", "out", "total", "rows")
@@ -154,31 +137,13 @@ def commit(
     ``drawn``.  ``best`` f32 [R, tiles] are the largest logits of each row; a row whose largest logit is not finite
     ends with NAN.
     """
-    best, tiles = best.float().contiguous(), best.shape[1]
-    _commit[(len(slots),)](
-        slots,
-        draft,
-        drawn,
-        best,
-        state.tokens,
-        state.known,
-        state.stopped.view(torch.uint8),
-        state.end,
-        state.min_end,
-        state.stop_ids,
-        state.n_eos,
-        out,
-        total,
-        state.tokens.stride(0),
-        width,
-        len(slots),
-        MOST=1 + most,
-        TILES=tiles,
-        P=triton.next_power_of_2(tiles),
-        IDS=STOP_IDS,
-        num_warps=1,
-        **pdl(out),
-    )
+    best = best.float().contiguous()
+    constants = draw_constants(best.shape[1], out)
+    constants["MOST"] = 1 + most
+    rows = len(slots)
+    columns = (*history_of(state), *ends_of(state))
+    stride = state.tokens.stride(0)
+    _commit[(rows,)](slots, draft, drawn, best, *columns, out, total, stride, width, rows, **constants)
 
 
 @kernel("slots", "drafts", "count", "given", "first", "width", "last")
@@ -219,21 +184,12 @@ def put(
     k = drafts.shape[1]
     drafts = drafts.contiguous()
     counts = slots if count is None else count.contiguous()
-    _put[(len(slots),)](
-        slots,
-        drafts,
-        counts,
-        slots if given is None else given,
-        state.tokens,
-        state.known,
-        state.stopped.view(torch.uint8),
-        first,
-        width,
-        state.tokens.shape[1] - 1,
-        state.tokens.stride(0),
-        K=k,
-        P=triton.next_power_of_2(k),
-        COUNTS=count is not None,
-        num_warps=1,
-        **pdl(drafts),
-    )
+    usable = slots if given is None else given
+    constants = pdl(drafts)
+    constants["K"] = k
+    constants["P"] = triton.next_power_of_2(k)
+    constants["COUNTS"] = count is not None
+    constants["num_warps"] = 1
+    last = state.tokens.shape[1] - 1
+    numbers = (first, width, last, state.tokens.stride(0))
+    _put[(len(slots),)](slots, drafts, counts, usable, *history_of(state), *numbers, **constants)

@@ -62,7 +62,9 @@ def codes_of(v, step, inverse, TOP: tl.constexpr, WHOLE: tl.constexpr):
 
 def empty_rows(m: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Allocate codes [M, K] of a dtype and scales f32 [M, 1]."""
-    return torch.empty((m, k), dtype=dtype, device=device), torch.empty((m, 1), dtype=torch.float32, device=device)
+    codes = torch.empty((m, k), dtype=dtype, device=device)
+    scales = torch.empty((m, 1), dtype=torch.float32, device=device)
+    return codes, scales
 
 
 @kernel()
@@ -92,19 +94,16 @@ def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tupl
     """
     m, k = x.shape
     q, scale = empty_rows(m, k, kept or dtype, x.device)
-    if m:
-        block = min(triton.next_power_of_2(k), 16384)
-        _rows[(m,)](
-            x,
-            q,
-            scale,
-            K=k,
-            BK=block,
-            TOP=TOP[dtype],
-            WHOLE=dtype == torch.int8,
-            num_warps=min(16, max(4, block // 512)),
-            **pdl(x),
-        )
+    if not m:
+        return q, scale
+    block = min(triton.next_power_of_2(k), 16384)
+    constants = pdl(x)
+    constants["K"] = k
+    constants["BK"] = block
+    constants["TOP"] = TOP[dtype]
+    constants["WHOLE"] = dtype == torch.int8
+    constants["num_warps"] = min(16, max(4, block // 512))
+    _rows[(m,)](x, q, scale, **constants)
     return q, scale
 
 
@@ -142,5 +141,6 @@ def halved_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     if m:
         block = min(triton.next_power_of_2(k), 8192)
-        _halved[(m,)](x, q, scale, m, K=k, BK=block, TOP=LARGEST, num_warps=8 if block > 2048 else 4, **pdl(x))
+        warps = 8 if block > 2048 else 4
+        _halved[(m,)](x, q, scale, m, K=k, BK=block, TOP=LARGEST, num_warps=warps, **pdl(x))
     return q, scale

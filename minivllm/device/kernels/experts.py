@@ -17,6 +17,7 @@ reference is ``device.layers.experts``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,8 @@ TILES = (
     (float("inf"), (128, 128, 64, 4, 8), (128, 128, 64, 3, 4)),
 )
 FIXED = (64, 64, 64, 4, 4)
+CONSTANTS = ("BM", "BN", "BK", "STAGES", "num_warps")  # the columns of these tables
+Table = Sequence[tuple[float, tuple[int, ...], tuple[int, ...]]]
 
 
 @triton.jit
@@ -291,14 +294,46 @@ class SharedOutput(NamedTuple):
     gate: Tensor | None
 
 
+NO_DIVISION = {"PARTS": 0, "PARTS_P": 1}  # constants of kernels whose inputs need no division
+
+
+class Division(NamedTuple):
+    """The division of inputs x [T, H] by sqrt(sum of squares / H + eps) in a kernel.
+
+    ``parts`` is the number of ``squares`` f32 [T, parts] of a token.  0 means no division and any tensor.
+    """
+
+    squares: Tensor
+    eps: float
+    parts: int
+
+    def constants(self) -> dict[str, int]:
+        """Return the constants of kernels that divide their inputs."""
+        if not self.parts:
+            return NO_DIVISION
+        return {"PARTS": self.parts, "PARTS_P": triton.next_power_of_2(self.parts)}
+
+
 def few_tiles(inp: int, gated: bool) -> dict[str, int]:
     """Return the tile of the kernels for few tokens (matrix-vector products), for weights of ``inp`` inputs.
 
     ``gated`` is the product of gate and up, otherwise it is that of down.
     """
+    inputs = triton.next_power_of_2(inp)
     if gated:
-        return dict(BN=8, BK=min(256, triton.next_power_of_2(inp)), STAGES=2, num_warps=4)
-    return dict(BN=8, BK=min(1024, triton.next_power_of_2(inp)), STAGES=4, num_warps=8)
+        return dict(BN=8, BK=min(256, inputs), STAGES=2, num_warps=4)
+    return dict(BN=8, BK=min(1024, inputs), STAGES=4, num_warps=8)
+
+
+def chosen_tile(table: Table, pairs_each: float, gated: bool) -> dict[str, int]:
+    """Return the constants in the line of a table for the mean number of pairs per expert."""
+    _, up, down = next(line for line in table if pairs_each <= line[0])
+    return named_tile(up if gated else down)
+
+
+def named_tile(columns: tuple[int, ...]) -> dict[str, int]:
+    """Return the constants of a tile by their names."""
+    return dict(zip(CONSTANTS, columns, strict=True))
 
 
 def tiles(pairs_each: float, gated: bool, size: int, fixed: bool = False) -> dict[str, int]:
@@ -308,9 +343,9 @@ def tiles(pairs_each: float, gated: bool, size: int, fixed: bool = False) -> dic
     ``benchmarks/tune_experts.py`` on an H200.  ``size`` is the bytes of an element.  ``fixed`` returns the same tile
     for all numbers of pairs.
     """
-    up, down = next(both for most, *both in TILES if pairs_each <= most)
-    tile = FIXED if fixed else up if gated else down
-    return dict(zip(("BM", "BN", "BK", "STAGES", "num_warps"), tile, strict=True)) | {"BK": tile[2] * 2 // size}
+    tile = named_tile(FIXED) if fixed else chosen_tile(TILES, pairs_each, gated)
+    tile["BK"] = tile["BK"] * 2 // size
+    return tile
 
 
 def _filled_up(x: Any, missing: int) -> Any:
@@ -319,8 +354,11 @@ def _filled_up(x: Any, missing: int) -> Any:
     """
     if x is None:
         return None
+    gate, up = x.chunk(2, dim=1)
     after = (0, 0) * (x.dim() - 2)
-    return torch.cat([F.pad(half, (*after, 0, missing)) for half in x.chunk(2, dim=1)], dim=1)
+    zeros = (*after, 0, missing)
+    halves = [F.pad(gate, zeros), F.pad(up, zeros)]
+    return torch.cat(halves, dim=1)
 
 
 class ExpertProducts:
@@ -352,10 +390,12 @@ class ExpertProducts:
             )
         missing = -down.shape[2] % (16 // size)
         if missing:
-            gate_up, gate_up_bias = (_filled_up(x, missing) for x in (gate_up, gate_up_bias))
+            gate_up = _filled_up(gate_up, missing)
+            gate_up_bias = _filled_up(gate_up_bias, missing)
             down = F.pad(down, (0, missing))
         self.count, self.hidden, self.inner = down.shape
-        self.up, self.down = gate_up.flatten(0, 1), down.flatten(0, 1)
+        self.up = gate_up.flatten(0, 1)
+        self.down = down.flatten(0, 1)
         self._around(gate_up_bias, down_bias, activation, limit, alpha)
         self.fixed = fixed
 
@@ -363,9 +403,11 @@ class ExpertProducts:
         self, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, limit: float | None, alpha: float
     ) -> None:
         """Store the biases and the activation of the experts."""
-        self.up_bias, self.down_bias = up_bias, down_bias
+        self.up_bias = up_bias
+        self.down_bias = down_bias
         self.activation = OAI if activation == "swiglu_oai" else NUMBER[activation]
-        self.limit, self.alpha = float("inf") if limit is None else limit, alpha
+        self.limit = float("inf") if limit is None else limit
+        self.alpha = alpha
 
     def __call__(
         self,
@@ -389,110 +431,96 @@ class ExpertProducts:
         if not t:
             return torch.empty_like(x), None
         x = x.contiguous()
-        parts = 0 if squares is None else squares.shape[1]
-        norm = dict(PARTS=parts, PARTS_P=triton.next_power_of_2(max(parts, 1)))
-        given = x if squares is None else squares
+        division = Division(x, eps, 0) if squares is None else Division(squares, eps, squares.shape[1])
         if t <= self.few and not self.fixed:
             # float16 needs a separate norm, because values before the norm's division may overflow it
             apart = stream is not None and (stream.whole or x.dtype == torch.float16)
             apart = apart or shared is not None
-            y, found = self._few(x, ids, weights, given, eps, norm, None if apart else stream)
-            return (self._sum(y, 1, stream, shared, x, squares, eps), None) if apart else (y, found)
-        bm = self._tile(t * k, True)["BM"]
-        here = t * k <= MOST_PAIRS
-        order, expert = (ids, ids.view(-1)) if here else assign(ids, self.count, bm)
-        y = self._grouped(x, ids, weights, order, expert, given, eps, norm)
-        return self._sum(y, k, stream, shared, x, squares, eps), None
+            if not apart:
+                return self._few(x, ids, weights, division, stream)
+            y, _ = self._few(x, ids, weights, division, None)
+            return self._sum(y, 1, stream, shared, x, division), None
+        pairs = t * k
+        if pairs <= MOST_PAIRS:
+            order = ids
+            expert = ids.view(-1)
+        else:
+            bm = self._tile(pairs, True)["BM"]
+            order, expert = assign(ids, self.count, bm)
+        y = self._grouped(x, ids, weights, order, expert, division)
+        return self._sum(y, k, stream, shared, x, division), None
 
     def _tile(self, pairs: int, gated: bool) -> dict[str, int]:
         size = self.up.element_size()
         return tiles(pairs / self.count, gated, size, self.fixed)
 
     def _biases(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        return like if self.up_bias is None else self.up_bias, like if self.down_bias is None else self.down_bias
+        up_bias = like if self.up_bias is None else self.up_bias
+        down_bias = like if self.down_bias is None else self.down_bias
+        return up_bias, down_bias
 
     def _few(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        squares: Tensor,
-        eps: float,
-        norm: dict,
-        stream: ResidualNorm | None,
+        self, x: Tensor, ids: Tensor, weights: Tensor, division: Division, stream: ResidualNorm | None
     ) -> tuple[Tensor, Tensor | None]:
-        (t, k), h, n = ids.shape, self.hidden, self.inner
+        t, k = ids.shape
+        h = self.hidden
+        n = self.inner
         up_bias, down_bias = self._biases(x)
-        inner, out = x.new_empty(t * k, n), torch.empty_like(x)
-        tile = few_tiles(h, True)
-        at = eps, self.limit, self.alpha
-        sizes = dict(K=k, N=n, H=h, BIAS=self.up_bias is not None)
-        _up_few[(triton.cdiv(n, tile["BN"]), t * k)](
-            x, self.up, up_bias, ids, squares, inner, *at, ACT=self.activation, **norm, **sizes, **tile, **pdl(x)
-        )
-        tile = few_tiles(n, False)
-        sizes["BIAS"], programs = self.down_bias is not None, triton.cdiv(h, tile["BN"])
-        after, found = (out, out, out), None
+        pairs = t * k
+        inner = x.new_empty(pairs, n)
+        out = torch.empty_like(x)
+        sizes = pdl(x) | {"K": k, "N": n, "H": h}
+        constants = sizes | few_tiles(h, True) | division.constants()
+        constants["ACT"] = self.activation
+        constants["BIAS"] = self.up_bias is not None
+        programs = triton.cdiv(n, constants["BN"])
+        squares, eps, _ = division
+        _up_few[(programs, pairs)](x, self.up, up_bias, ids, squares, inner, eps, self.limit, self.alpha, **constants)
+        constants = sizes | few_tiles(n, False)
+        constants["BIAS"] = self.down_bias is not None
+        constants["ADD"] = stream is not None
+        programs = triton.cdiv(h, constants["BN"])
+        residual = norm = sums = out  # the kernel does not read absent tensors
+        found = None
         if stream is not None:
-            found = torch.empty((t, programs), dtype=torch.float32, device=x.device)
-            after = stream.residual, stream.norm, found
-        _down_few[(programs, t)](
-            inner, self.down, down_bias, ids, weights, *after, out, ADD=stream is not None, **sizes, **tile, **pdl(x)
-        )
+            residual = stream.residual
+            norm = stream.norm
+            sums = found = torch.empty((t, programs), dtype=torch.float32, device=x.device)
+        _down_few[(programs, t)](inner, self.down, down_bias, ids, weights, residual, norm, sums, out, **constants)
         return out, found
 
     def _grouped(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        order: Tensor,
-        expert: Tensor,
-        squares: Tensor,
-        eps: float,
-        norm: dict,
+        self, x: Tensor, ids: Tensor, weights: Tensor, order: Tensor, expert: Tensor, division: Division
     ) -> Tensor:
-        (t, k), h, n, blocks = ids.shape, self.hidden, self.inner, len(expert)
+        h = self.hidden
+        n = self.inner
+        blocks = len(expert)
         up_bias, down_bias = self._biases(x)
-        tile, ieee = self._tile(t * k, True), x.dtype == torch.float32
-        inner = x.new_empty(blocks * tile["BM"], n)
-        at = t * k, eps, self.limit, self.alpha
-        of = triton.next_power_of_2(t * k) if order is ids else 0
-        sizes = dict(K=k, N=n, H=h, FROM=of, IEEE=ieee, BIAS=self.up_bias is not None)
-        _up[(triton.cdiv(n, tile["BN"]), blocks)](
-            x,
-            _tiled(self.up, tile),
-            up_bias,
-            order,
-            expert,
-            squares,
-            inner,
-            *at,
-            ACT=self.activation,
-            **norm,
-            **sizes,
-            **tile,
-            **pdl(x),
-        )
-        bm, tile = tile["BM"], self._tile(t * k, False)
-        y = x.new_empty(t * k, h)
-        _down[(triton.cdiv(h, tile["BN"]), blocks)](
-            TensorDescriptor.from_tensor(inner, [bm, tile["BK"]]),
-            _tiled(self.down, tile),
-            down_bias,
-            order,
-            expert,
-            weights,
-            y,
-            t * k,
-            H=h,
-            N=n,
-            FROM=of,
-            IEEE=ieee,
-            BIAS=self.down_bias is not None,
-            **tile,
-            **pdl(x),
-        )
+        pairs = ids.numel()
+        tile = self._tile(pairs, True)
+        bm = tile["BM"]
+        inner = x.new_empty(blocks * bm, n)
+        sizes = pdl(x) | {"N": n, "H": h}
+        sizes["FROM"] = triton.next_power_of_2(pairs) if order is ids else 0
+        sizes["IEEE"] = x.dtype == torch.float32
+        constants = sizes | tile | division.constants()
+        constants["K"] = ids.shape[1]
+        constants["ACT"] = self.activation
+        constants["BIAS"] = self.up_bias is not None
+        weight = _tiled(self.up, tile)
+        squares, eps, _ = division
+        tensors = (x, weight, up_bias, order, expert, squares, inner)
+        programs = triton.cdiv(n, tile["BN"])
+        _up[(programs, blocks)](*tensors, pairs, eps, self.limit, self.alpha, **constants)
+        tile = self._tile(pairs, False)
+        y = x.new_empty(pairs, h)
+        constants = sizes | tile
+        constants["BIAS"] = self.down_bias is not None
+        of_blocks = TensorDescriptor.from_tensor(inner, [bm, tile["BK"]])
+        weight = _tiled(self.down, tile)
+        arguments = (of_blocks, weight, down_bias, order, expert, weights, y, pairs)
+        programs = triton.cdiv(h, tile["BN"])
+        _down[(programs, blocks)](*arguments, **constants)
         return y
 
     def _sum(
@@ -502,40 +530,40 @@ class ExpertProducts:
         stream: ResidualNorm | None,
         shared: SharedOutput | None,
         x: Tensor,
-        squares: Tensor | None,
-        eps: float,
+        division: Division,
     ) -> Tensor:
         """Sum the k rows of each token and the shared output, and add the sum to the stream.
 
-        ``squares`` and ``eps`` divide the inputs ``x`` of the gate as in a call.
+        ``division`` is that of the inputs ``x`` of the gate as in a call.
         """
-        h, out = y.shape[1], y.new_empty(len(y) // k, y.shape[1])
-        after = (out, out) if stream is None else (stream.residual, stream.norm)
-        gate = None if shared is None else shared.gate
-        parts = 0 if gate is None or squares is None else squares.shape[1]
-        _combine[(len(out),)](
-            y,
-            *after,
-            out if shared is None else shared.y.contiguous(),
-            x,
-            out if gate is None else gate,
-            squares if parts else out,
-            out,
-            0.0 if stream is None else stream.eps,
-            eps,
-            K=k,
-            H=h,
-            P=triton.next_power_of_2(h),
-            PARTS=parts,
-            PARTS_P=triton.next_power_of_2(max(parts, 1)),
-            SHARED=shared is not None,
-            GATED=gate is not None,
-            ADD=stream is not None,
-            num_warps=4 if h <= 2048 else 16,
-            **pdl(y),
-        )
+        h = y.shape[1]
+        tokens = len(y) // k
+        out = y.new_empty(tokens, h)
+        residual = norm = other = gate = squares = out  # the kernel does not read absent tensors
+        eps = 0.0
+        if stream is not None:
+            residual, norm, eps, _ = stream
+        gated = shared is not None and shared.gate is not None
+        constants = pdl(y) | {"K": k, "H": h}
+        if shared is not None:
+            other = shared.y.contiguous()
+        if gated:
+            gate = shared.gate
+            constants |= division.constants()
+            if division.parts:
+                squares = division.squares
+        else:
+            constants |= NO_DIVISION
+        constants["P"] = triton.next_power_of_2(h)
+        constants["SHARED"] = shared is not None
+        constants["GATED"] = gated
+        constants["ADD"] = stream is not None
+        constants["num_warps"] = 4 if h <= 2048 else 16
+        arguments = (y, residual, norm, other, x, gate, squares, out, eps)
+        _combine[(tokens,)](*arguments, division.eps, **constants)
         return out
 
 
 def _tiled(weight: Tensor, tile: dict[str, int]) -> Any:
-    return TensorDescriptor.from_tensor(weight, [tile["BN"], tile["BK"]])
+    shape = [tile["BN"], tile["BK"]]
+    return TensorDescriptor.from_tensor(weight, shape)

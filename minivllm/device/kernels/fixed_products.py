@@ -150,20 +150,22 @@ def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool, gated: bool) -> l
     if wide:
         return [(0, ProductTile(64, 64, 32))]
     step = 128 if leaf % 128 == 0 else 64
-    found = []
-    for rows in (16, 32, 64):
-        spread = leaves > 1 and triton.cdiv(outputs, 64) <= SPREAD_TILES
-        found.append((rows, ProductTile(rows, 64, step if rows < 64 or not gated else 64, 4, spread and rows == 16)))
+    spread = leaves > 1 and triton.cdiv(outputs, 64) <= SPREAD_TILES
+    of_16 = ProductTile(16, 64, step, 4, spread)
+    of_32 = ProductTile(32, 64, step)
+    of_64 = ProductTile(64, 64, 64 if gated else step)
     if gated:
-        many = ProductTile(128, 64, 64, 4, False, 3) if outputs < WIDE else ProductTile(128, 128, 64, 8)
-        return [*found, (512, ProductTile(128, 64, 64, 4, False, 3)), (0, many)]
-    if outputs < NARROW:
-        found.append((512, ProductTile(64, 64, step)))
-    elif leaves > 1 or outputs <= 2 * NARROW:
-        found.append((512, ProductTile(128, 64, 64)))
+        of_512 = ProductTile(128, 64, 64, 4, False, 3)
+        many = of_512 if outputs < WIDE else ProductTile(128, 128, 64, 8)
     else:
-        found.append((512, ProductTile(128, 128, 64, 8)))
-    return [*found, (0, ProductTile(256, 128, 64, 8) if leaves > 1 else ProductTile(128, 128, 64, 8, False, 3))]
+        many = ProductTile(256, 128, 64, 8) if leaves > 1 else ProductTile(128, 128, 64, 8, False, 3)
+        if outputs < NARROW:
+            of_512 = ProductTile(64, 64, step)
+        elif leaves > 1 or outputs <= 2 * NARROW:
+            of_512 = ProductTile(128, 64, 64)
+        else:
+            of_512 = ProductTile(128, 128, 64, 8)
+    return [(16, of_16), (32, of_32), (64, of_64), (512, of_512), (0, many)]
 
 
 @cache
@@ -175,14 +177,19 @@ def _sums(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, ti
     x = torch.randn(300, 1024, generator=random, device=device).to(dtype)
     x[::3] *= 1000
     weight = torch.randn(384, 1024, generator=random, device=device).to(dtype)
-    return FixedProduct(weight, leaves, "silu" if gated else None, check=False).multiply(x, tile)
+    activation = "silu" if gated else None
+    product = FixedProduct(weight, leaves, activation, check=False)
+    return product.multiply(x, tile)
 
 
 def agreeing(device: torch.device, dtype: torch.dtype, leaves: int, gated: bool, tiles: Iterable[ProductTile]) -> bool:
     """Return whether all ``tiles`` give the same bits on a device, tested with a small weight.  True without a GPU."""
     if capability(device) == 0:
         return True
-    compared = dict.fromkeys(one for tile in tiles for one in (tile, tile._replace(spread=False)))
+    compared = {}  # a dict, because a set would have another order in each run
+    for tile in tiles:
+        alone = tile._replace(spread=False)
+        compared |= {tile: True, alone: True}
     first, *others = [_sums(device, dtype, leaves, gated, tile) for tile in compared]
     return all(torch.equal(first, other) for other in others)
 
@@ -202,55 +209,64 @@ class FixedProduct:
                 f"batch_invariant=true: a weight has {k} inputs of {weight.element_size()} bytes: "
                 "expected a multiple of 16 bytes, which its kernel reads at a time"
             )
-        if leaves < 1 or (leaves > 1 and (gated or k % (leaves * UNIT))):
+        whole = leaves == 1 or (leaves > 1 and not gated and k % (leaves * UNIT) == 0)
+        if not whole:
             raise ValueError(
                 f"{leaves} leaves of {k} inputs: expected leaves of a multiple of {UNIT} inputs, and no activation"
             )
-        self.weight, self.leaves, self.activation = weight, leaves, activation
-        self.n, self.k = rows // 2 if gated else rows, k
-        self.tiles = tiles_of(self.n, k // leaves, leaves, weight.dtype == torch.float32, gated)
-        self.arrived = torch.zeros(COUNTERS if leaves > 1 else 1, dtype=torch.int32, device=weight.device)
+        self.weight = weight
+        self.leaves = leaves
+        self.activation = activation
+        self.n = rows // 2 if gated else rows
+        self.k = k
+        wide = weight.dtype == torch.float32
+        self.tiles = tiles_of(self.n, k // leaves, leaves, wide, gated)
+        counters = COUNTERS if leaves > 1 else 1
+        self.arrived = torch.zeros(counters, dtype=torch.int32, device=weight.device)
         used = [tile for _, tile in self.tiles]
         if check and not agreeing(weight.device, weight.dtype, leaves, gated, used):
             self.tiles = self.tiles[-1:]
 
     def __call__(self, x: Tensor) -> Tensor:
-        tile = next((tile for most, tile in self.tiles if x.shape[0] <= most), self.tiles[-1][1])
+        rows = x.shape[0]
+        _, without_limit = self.tiles[-1]
+        tile = next((tile for most, tile in self.tiles if rows <= most), without_limit)
         return self.multiply(x.contiguous(), tile)
 
     def multiply(self, x: Tensor, tile: ProductTile) -> Tensor:
         """Compute the product by one tile, for any number of rows."""
-        n, k, m, gated = self.n, self.k, x.shape[0], self.activation is not None
+        n = self.n
+        m = x.shape[0]
+        gated = self.activation is not None
         y = torch.empty((m, n), dtype=x.dtype, device=x.device)
         if not m:
             return y
         bm, bn, bk, warps, spread, stages = tile
-        rows, columns = triton.cdiv(m, bm), triton.cdiv(n, bn)
-        size = self.leaves * rows * bm * columns * bn if spread else 1
+        rows = triton.cdiv(m, bm)
+        columns = triton.cdiv(n, bn)
+        programs = self.leaves if spread else 1  # of a tile of outputs
+        size = programs * rows * bm * columns * bn if spread else 1
         scratch = torch.empty(size, dtype=torch.float32, device=x.device)
-        stage = (bm + bn * (2 if gated else 1)) * bk * x.element_size()
-        _fixed[(rows * columns, self.leaves if spread else 1)](
-            TensorDescriptor.from_tensor(x, [bm, bk]),
-            TensorDescriptor.from_tensor(self.weight, [bn, bk]),
-            y,
-            scratch,
-            self.arrived,
-            m,
-            N=n,
-            K=k,
-            LEAVES=self.leaves,
-            SPREAD=spread,
-            GATED=gated,
-            ACT=NUMBER[self.activation or "silu"],
-            BM=bm,
-            BN=bn,
-            BK=bk,
-            GROUP=GROUP,
-            STAGES=stages or min(6, STAGE_BYTES // stage),
-            IEEE=x.dtype == torch.float32,
-            num_warps=warps,
-            **pdl(x),
-        )
+        weight_rows = 2 * bn if gated else bn
+        stage_bytes = (bm + weight_rows) * bk * x.element_size()
+        constants = pdl(x)
+        constants["N"] = n
+        constants["K"] = self.k
+        constants["LEAVES"] = self.leaves
+        constants["SPREAD"] = spread
+        constants["GATED"] = gated
+        constants["ACT"] = NUMBER[self.activation or "silu"]
+        constants["BM"] = bm
+        constants["BN"] = bn
+        constants["BK"] = bk
+        constants["GROUP"] = GROUP
+        constants["STAGES"] = stages or min(6, STAGE_BYTES // stage_bytes)
+        constants["IEEE"] = x.dtype == torch.float32
+        constants["num_warps"] = warps
+        inputs = TensorDescriptor.from_tensor(x, [bm, bk])
+        weight = TensorDescriptor.from_tensor(self.weight, [bn, bk])
+        grid = (rows * columns, programs)
+        _fixed[grid](inputs, weight, y, scratch, self.arrived, m, **constants)
         return y
 
 

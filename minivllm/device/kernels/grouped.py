@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
-from .split_sums import drained, together
+from .split_sums import drained, scratch_of, together
+from .weight_products import copied, dense_product, result_of
 
 DOTS = 256  # largest number of rows of x that the kernel ``dots`` multiplies
 DENSE_AT_ONCE = 1 << 27  # largest number of elements of a weight that ``dense`` converts at a time
@@ -71,11 +72,14 @@ def dots_tile(rows: int, n: int, k: int) -> dict[str, int]:
 
     Sums are split until there are enough programs for the device.
     """
-    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-    programs, sk = triton.cdiv(n, 64) * triton.cdiv(rows, bm), 1
-    while programs * sk < PROGRAMS[bm > 16] and sk < MOST_SPLIT and k // (128 * sk) >= 8:
+    bm = min(128, max(16, triton.next_power_of_2(rows)))
+    programs = triton.cdiv(n, 64) * triton.cdiv(rows, bm)
+    enough = PROGRAMS[bm > 16]
+    sk = 1
+    while programs * sk < enough and sk < MOST_SPLIT and k // (128 * sk) >= 8:
         sk *= 2
-    return dict(BM=bm, BN=64, BK=128, SK=sk, STAGES=4 if bm == 64 else 3, num_warps=4)
+    stages = 4 if bm == 64 else 3
+    return {"BM": bm, "BN": 64, "BK": 128, "SK": sk, "STAGES": stages, "num_warps": 4}
 
 
 class GroupedProduct:
@@ -86,70 +90,64 @@ class GroupedProduct:
     """
 
     def __init__(self, weight: Tensor, scale: Tensor, zero: Tensor | None = None) -> None:
-        self.weight, self.scale, self.zero = weight, scale, zero
+        self.weight = weight
+        self.scale = scale
+        self.zero = zero
         self.n, self.k = weight.shape
         self.group = self.k // scale.shape[1]
         self.arrived = torch.zeros(1024, dtype=torch.int32, device=weight.device)
-        self._sizes = dict(K=self.k, GROUP=self.group, ZERO=int(zero is not None))
+        self._tensors = (weight, scale, scale if zero is None else zero)
+        self._sizes = {"K": self.k, "GROUP": self.group}
+        self._sizes["ZERO"] = int(zero is not None)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute x W^T [M, N] for x [M, K] of any strides, in ``out`` if it is not None.
 
         Only M decides the kernel.
         """
-        x, m = x.contiguous(), len(x)
-        y = out if out is not None and out.is_contiguous() else x.new_empty(m, self.n)
-        if m <= DOTS and x.element_size() == 2:
+        x = x.contiguous()
+        y = result_of(x, self.n, out)
+        if len(x) <= DOTS and x.element_size() == 2:
             self.dots(x, y=y)
         else:
             self.dense(x, y=y)
-        return y if out is None or y is out else out.copy_(y)
+        return copied(y, out)
 
     def dots(self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None) -> Tensor:
         """Compute y [M, N] for contiguous x [M, K] with tensor cores."""
         m = len(x)
-        y = x.new_empty(m, self.n) if y is None else y
-        tile = tile or dots_tile(m, self.n, self.k)
-        rows, tiles = triton.cdiv(m, tile["BM"]), triton.cdiv(self.n, tile["BN"])
-        if tile["SK"] > 1 and rows * tiles > len(self.arrived):
-            tile = {**tile, "SK": 1}
-        scratch = y
-        if tile["SK"] > 1:
-            size = tile["SK"] * rows * tile["BM"] * tiles * tile["BN"]
-            scratch = torch.empty(size, dtype=torch.float32, device=x.device)
-        if m:
-            _dots[(rows, tiles, tile["SK"])](
-                x,
-                self.weight,
-                self.scale,
-                self.scale if self.zero is None else self.zero,
-                y,
-                scratch,
-                self.arrived,
-                m,
-                N=self.n,
-                IEEE=x.dtype == torch.float32,
-                ASM=x.dtype == torch.bfloat16 and capability(x.device) >= 9,
-                **self._sizes,
-                **tile,
-                **pdl(x),
-            )
+        if y is None:
+            y = x.new_empty(m, self.n)
+        if not m:
+            return y
+        constants = pdl(x) | self._sizes | (tile or dots_tile(m, self.n, self.k))
+        bm = constants["BM"]
+        bn = constants["BN"]
+        rows = triton.cdiv(m, bm)
+        tiles = triton.cdiv(self.n, bn)
+        if rows * tiles > len(self.arrived):
+            constants["SK"] = 1
+        parts = constants["SK"]
+        scratch = scratch_of(y, parts, rows * bm * tiles * bn)
+        constants["N"] = self.n
+        constants["IEEE"] = x.dtype == torch.float32
+        constants["ASM"] = x.dtype == torch.bfloat16 and capability(x.device) >= 9
+        _dots[(rows, tiles, parts)](x, *self._tensors, y, scratch, self.arrived, m, **constants)
         return y
 
     def dense(self, x: Tensor, at_once: int = DENSE_AT_ONCE, y: Tensor | None = None) -> Tensor:
         """Compute y [M, N] for x [M, K] with torch's product and parts of the weight that are converted to numbers in
         memory.
         """
-        y = x.new_empty(len(x), self.n) if y is None else y
+        if y is None:
+            y = x.new_empty(len(x), self.n)
         step = max(1, at_once // self.k)
-        for first in range(0, self.n, step):
-            rows = slice(first, min(first + step, self.n))
-            torch.mm(x, self.numbers(rows, x.dtype).t(), out=y[:, rows])
-        return y
+        return dense_product(x, self.numbers, step, y)
 
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Dequantize some rows of the weight to ``dtype``: [rows, K]."""
-        out = torch.empty((rows.stop - rows.start, self.k), dtype=dtype, device=self.weight.device)
-        zero, grid = self.scale if self.zero is None else self.zero, (len(out), triton.cdiv(self.k, 2048))
-        _numbers[grid](self.weight, self.scale, zero, out, rows.start, BB=2048, **self._sizes, **pdl(out))
+        count = rows.stop - rows.start
+        out = torch.empty((count, self.k), dtype=dtype, device=self.weight.device)
+        grid = (count, triton.cdiv(self.k, 2048))
+        _numbers[grid](*self._tensors, out, rows.start, BB=2048, **self._sizes, **pdl(out))
         return out

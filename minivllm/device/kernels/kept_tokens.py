@@ -149,7 +149,8 @@ def choose(scores: Tensor, kept: int) -> Tensor:
     scores = scores.contiguous()
     chosen = torch.empty(*scores.shape[:-1], kept, dtype=torch.int32, device=scores.device)
     lines = scores.numel() // stored
-    _choose[(lines,)](scores, chosen, stored, kept, N=min(SCORES, triton.next_power_of_2(stored)))
+    at_once = min(SCORES, triton.next_power_of_2(stored))
+    _choose[(lines,)](scores, chosen, stored, kept, N=at_once)
     return chosen
 
 
@@ -179,17 +180,22 @@ class GroupTensors:
 
     def _look(self) -> None:
         """Build the table of the tensors' addresses again if they have changed, as after a sleep of the engine."""
-        tensors = [(i, tensor) for i, cache in enumerate(self.caches) for tensor in cache.values()]
-        addresses = [tensor.data_ptr() for _, tensor in tensors]
+        tensors: list[Tensor] = []
+        layers: list[int] = []
+        for layer, cache in enumerate(self.caches):
+            tensors += cache.values()
+            layers += [layer] * len(cache)
+        addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses == self._addresses:
             return
         self._addresses = addresses
-        sizes = [math.prod(tensor.shape[3:]) * tensor.element_size() for _, tensor in tensors]
+        sizes = [math.prod(tensor.shape[3:]) * tensor.element_size() for tensor in tensors]
         self.unit = math.gcd(8, *sizes, *addresses)
         self.widest = max(sizes) // self.unit
-        facts = [addresses, [size // self.unit for size in sizes], [i for i, _ in tensors]]
-        self._device = tensors[0][1].device
-        self._table = copied(np.array(facts, np.int64), self._device)
+        elements = [size // self.unit for size in sizes]
+        facts = np.array([addresses, elements, layers], np.int64)
+        self._device = tensors[0].device
+        self._table = copied(facts, self._device)
 
     def move(self, moves: Sequence[Move]) -> None:
         """Move the kept tokens of some rows to the first places of their new blocks, with a launch for ROWS rows."""
@@ -207,46 +213,42 @@ class GroupTensors:
             tensors = [cache[name] for cache in self.caches]
             if tensors[0].dim() == 4:
                 gather(tensors, block, 1)
-        chosen = choose(torch.zeros(len(self.caches), self.heads, SCORES, device=self._device), 1)
+        scores = torch.zeros(len(self.caches), self.heads, SCORES, device=self._device)
+        chosen = choose(scores, 1)
         self.move([Move(chosen, block, block)])
 
     def _launch(self, moves: Sequence[Move]) -> None:
         """Move the kept tokens of some rows in one launch."""
-        rows = [
-            (move.tokens.shape[-1], move.tokens.data_ptr(), move.sources.data_ptr(), move.targets.data_ptr())
-            for move in moves
-        ]
+        count = len(moves)
+        table = np.empty((4, count), np.int64)
+        for row, (tokens, sources, targets) in enumerate(moves):
+            table[0, row] = tokens.shape[-1]
+            table[1, row] = tokens.data_ptr()
+            table[2, row] = sources.data_ptr()
+            table[3, row] = targets.data_ptr()
+        rows = copied(table, self._device)
         width = triton.next_power_of_2(self.widest)
-        _move[self.heads, len(self._addresses), len(moves)](
-            self._table,
-            copied(np.array(rows, np.int64).T, self._device),
-            len(moves),
-            len(self._addresses),
-            HEADS=self.heads,
-            BLOCK=self.block,
-            ELEMENT=ELEMENTS[self.unit],
-            WIDTH=width,
-            N=max(1, min(128, MOVED // (width * self.unit))),
-        )
+        token_bytes = width * self.unit
+        constants = {"HEADS": self.heads, "BLOCK": self.block, "WIDTH": width}
+        constants["ELEMENT"] = ELEMENTS[self.unit]
+        constants["N"] = max(1, min(128, MOVED // token_bytes))
+        tensors = len(self._addresses)
+        _move[self.heads, tensors, count](self._table, rows, count, tensors, **constants)
 
 
 def gather(tensors: Sequence[Tensor], blocks: Tensor, stored: int) -> Tensor:
     """Return the first ``stored`` tokens in the blocks i32 [n] of contiguous tensors [blocks, block, kv_heads, dim] of
     the same shape, as [len(tensors) * kv_heads, stored, dim]."""
     block, heads, dim = tensors[0].shape[1:]
-    out = tensors[0].new_empty(len(tensors) * heads, stored, dim)
+    lines = len(tensors) * heads
+    out = tensors[0].new_empty(lines, stored, dim)
     found = [tensor.data_ptr() for tensor in tensors]
-    unit = math.gcd(8, dim * out.element_size(), *found)
-    numbers = dim * out.element_size() // unit
-    _gather[triton.cdiv(stored, GATHERED), len(out)](
-        copied(np.array(found, np.int64), out.device),
-        blocks,
-        out.view(WHOLE[unit]),
-        stored,
-        HEADS=heads,
-        BLOCK=block,
-        D=numbers,
-        DP=triton.next_power_of_2(numbers),
-        N=GATHERED,
-    )
+    row_bytes = dim * out.element_size()
+    unit = math.gcd(8, row_bytes, *found)
+    numbers = row_bytes // unit
+    addresses = copied(np.array(found, np.int64), out.device)
+    numbers_p = triton.next_power_of_2(numbers)
+    constants = {"HEADS": heads, "BLOCK": block, "D": numbers, "DP": numbers_p, "N": GATHERED}
+    programs = triton.cdiv(stored, GATHERED)
+    _gather[programs, lines](addresses, blocks, out.view(WHOLE[unit]), stored, **constants)
     return out

@@ -113,41 +113,31 @@ def logprobs_of(
     k = min(max(topk, 0), width)
     few = k if k <= MOST else 0
     tiles = triton.cdiv(width, TILE)
-    group = max(16, triton.next_power_of_2(triton.cdiv(width, GROUPS)))
+    columns = triton.next_power_of_2(triton.cdiv(width, GROUPS))
+    group = max(16, columns)
     groups = tiles * (TILE // group)
-    make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)  # noqa: E731
-    part, top, total, value, rank = make(n, tiles, 3), make(n, groups), make(n), make(n), make(n, dtype=torch.int32)
-    _parts[(n, tiles)](
-        logits,
-        chosen,
-        part,
-        top,
-        logits.stride(0),
-        width,
-        few,
-        TILE=TILE,
-        TILES=tiles,
-        GROUP=group,
-        num_warps=8,
-        **pdl(logits),
-    )
-    _total[(n,)](
-        logits,
-        chosen,
-        part,
-        total,
-        value,
-        rank,
-        logits.stride(0),
-        TILES=tiles,
-        P=triton.next_power_of_2(tiles),
-        num_warps=1,
-        **pdl(logits),
-    )
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    part = make(n, tiles, 3)
+    top = make(n, groups)
+    total = make(n)
+    value = make(n)
+    rank = make(n, dtype=torch.int32)
+    stride = logits.stride(0)
+    sizes = {"TILE": TILE, "TILES": tiles, "GROUP": group}
+    _parts[(n, tiles)](logits, chosen, part, top, stride, width, few, num_warps=8, **sizes, **pdl(logits))
+    constants = pdl(logits)
+    constants["TILES"] = tiles
+    constants["P"] = triton.next_power_of_2(tiles)
+    constants["num_warps"] = 1
+    _total[(n,)](logits, chosen, part, total, value, rank, stride, **constants)
     if k > MOST:
         best, found = best_of(logits, k)
         return value, rank, found.to(torch.int32), best - total[:, None]
-    ids, best = make(n, k, dtype=torch.int32), make(n, k)
+    ids = make(n, k, dtype=torch.int32)
+    best = make(n, k)
     if k:
         _launch_best(logits, top, total, ids, best, group)
     return value, rank, ids, best
@@ -155,20 +145,14 @@ def logprobs_of(
 
 def _launch_best(logits: Tensor, top: Tensor, total: Tensor, ids: Tensor, best: Tensor, group: int) -> None:
     """Launch the kernel ``_best``; ``top`` f32 [N, groups] has the largest logit of each ``group`` columns."""
-    (n, width), k, groups = logits.shape, ids.shape[1], top.shape[1]
-    _best[(n,)](
-        logits,
-        top,
-        total,
-        ids,
-        best,
-        logits.stride(0),
-        width,
-        k,
-        GROUP=group,
-        GROUPS=groups,
-        G=triton.next_power_of_2(groups),
-        K=triton.next_power_of_2(k),
-        num_warps=8,
-        **pdl(logits),
-    )
+    n, width = logits.shape
+    k = ids.shape[1]
+    groups = top.shape[1]
+    constants = pdl(logits)
+    constants["GROUP"] = group
+    constants["GROUPS"] = groups
+    constants["G"] = triton.next_power_of_2(groups)
+    constants["K"] = triton.next_power_of_2(k)
+    constants["num_warps"] = 8
+    stride = logits.stride(0)
+    _best[(n,)](logits, top, total, ids, best, stride, width, k, **constants)

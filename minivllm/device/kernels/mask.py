@@ -39,7 +39,9 @@ def apply(x: Tensor, index: Tensor, mask: Tensor) -> None:
     rows, width = x.shape
     if rows:
         grid = (rows, triton.cdiv(width, BLOCK))
-        _apply[grid](x, x.stride(0), index, mask, mask.shape[1], width, BLOCK=BLOCK, num_warps=4, **pdl(x))
+        stride = x.stride(0)
+        words = mask.shape[1]
+        _apply[grid](x, stride, index, mask, words, width, BLOCK=BLOCK, num_warps=4, **pdl(x))
 
 
 class DeviceMasks:
@@ -56,15 +58,21 @@ class DeviceMasks:
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         words = -(-vocab // 32)
-        self.rows, self.words = rows, words
-        self._held = torch.full((rows * (1 + words),), -1, dtype=torch.int32, device=device)
-        self.index, self.mask = self._held[:rows], self._held[rows:].view(rows, words)
-        self._host = torch.full((rows * (1 + words),), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        on_cuda = device.type == "cuda"
+        self.rows = rows
+        self.words = words
+        numbers = rows * (1 + words)
+        self._held = torch.full((numbers,), -1, dtype=torch.int32, device=device)
+        self.index = self._held[:rows]
+        self.mask = self._held[rows:].view(rows, words)
+        self._host = torch.full((numbers,), -1, dtype=torch.int32, pin_memory=on_cuda)
         self._numpy = self._host.numpy()
         self.host = self._numpy[rows:].reshape(rows, words)
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._copied, self._read = (torch.cuda.Event() if self._stream is not None else None for _ in range(2))
-        if self._stream is not None:
+        self._stream = self._copied = self._read = None
+        if on_cuda:
+            self._stream = torch.cuda.Stream(device, priority=-1)
+            self._copied = torch.cuda.Event()
+            self._read = torch.cuda.Event()
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def put(self, rows, mask) -> None:
@@ -73,7 +81,8 @@ class DeviceMasks:
         The copy runs in parallel with the device's current work.  Work that is enqueued later waits for it.  Call
         ``read_now`` after the last use.
         """
-        n, used = len(rows), self.rows + len(rows) * self.words
+        n = len(rows)
+        used = self.rows + n * self.words
         if self._copied is not None:
             # the host memory of the masks is written again below; the last copy from it has normally ended long ago
             self._copied.synchronize()

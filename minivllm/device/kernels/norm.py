@@ -105,31 +105,32 @@ def _launch(
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, dim = x.shape
-    y = torch.empty((tokens, dim), dtype=x.dtype, device=x.device) if y is None else y
-    if tokens:
-        _add_norm[(tokens,)](
-            x,
-            x if residual is None else residual,
-            weight if first is None else first,
-            weight,
-            weight if bias is None else bias,
-            y,
-            y if scale is None else scale,
-            x.stride(0),
-            first_eps,
-            eps,
-            DIM=dim,
-            P=triton.next_power_of_2(dim),
-            ADD=residual is not None,
-            FIRST=first is not None,
-            CENTERED=centered,
-            BIAS=bias is not None,
-            TOP=TOP.get(y.dtype, 0.0),
-            WHOLE=y.dtype == torch.int8,
-            num_warps=4 if dim <= 2048 else 16,
-            # A fused multiply-add would give other bits than the separate norm, which steps with taps use. With 16 bits
-            # the product is rounded first, so it cannot be fused.
-            enable_fp_fusion=x.dtype != torch.float32,
-            **pdl(x),
-        )
-    return y, x if residual is None else residual
+    if y is None:
+        y = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
+    stream = x if residual is None else residual
+    if not tokens:
+        return y, stream
+    constants = pdl(x)
+    constants["DIM"] = dim
+    constants["P"] = triton.next_power_of_2(dim)
+    constants["ADD"] = residual is not None
+    constants["FIRST"] = first is not None
+    constants["CENTERED"] = centered
+    constants["BIAS"] = bias is not None
+    constants["TOP"] = TOP.get(y.dtype, 0.0)
+    constants["WHOLE"] = y.dtype == torch.int8
+    constants["num_warps"] = 4 if dim <= 2048 else 16
+    # A fused multiply-add would give other bits than the separate norm, which steps with taps use. With 16 bits the
+    # product is rounded first, so it cannot be fused.
+    constants["enable_fp_fusion"] = x.dtype != torch.float32
+    # the kernel does not read absent tensors
+    if first is None:
+        first = weight
+    if bias is None:
+        bias = weight
+    if scale is None:
+        scale = y
+    stride = x.stride(0)
+    arguments = (x, stream, first, weight, bias, y, scale, stride, first_eps, eps)
+    _add_norm[(tokens,)](*arguments, **constants)
+    return y, stream

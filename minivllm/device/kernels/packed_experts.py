@@ -9,8 +9,6 @@ Blocks, their pairs and the sum over a token's k experts are those of ``experts`
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import StoredWeight
 
-from .experts import ExpertProducts, _block, _gated
+from .experts import Division, ExpertProducts, _block, _gated, chosen_tile
 from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
 from .quant_formats import zeros_of
@@ -27,16 +25,13 @@ from .split_sums import drained
 # By bits: most pairs of an expert; then BM, BN, BK, stages and warps of ``up`` and of ``down``. For 4 bits these are
 # the fastest of benchmarks/packed_products.py on an H200. For 8 bits and few pairs they are the fastest of one weight,
 # for many pairs the largest tiles that spill no register.
+OF_16 = (16, 64, 128, 3, 4)
+OF_32 = (32, 128, 64, 3, 8)
+OF_64 = (64, 64, 64, 3, 4)
+ANY = float("inf")
 TILES = {
-    4: (
-        (12, (16, 64, 128, 3, 4), (16, 64, 128, 3, 4)),
-        (32, (32, 128, 64, 3, 8), (32, 128, 64, 3, 8)),
-        (float("inf"), (64, 64, 64, 3, 4), (64, 64, 64, 3, 4)),
-    ),
-    8: (
-        (12, (16, 64, 128, 3, 4), (16, 64, 128, 3, 4)),
-        (float("inf"), (32, 128, 64, 3, 8), (32, 128, 64, 3, 8)),
-    ),
+    4: ((12, OF_16, OF_16), (32, OF_32, OF_32), (ANY, OF_64, OF_64)),
+    8: ((12, OF_16, OF_16), (ANY, OF_32, OF_32)),
 }
 
 
@@ -119,16 +114,19 @@ class _Packed:
     """The quantized gate-and-up weight, or the down weight, of all experts, in the form that the kernels read."""
 
     def __init__(self, stored: StoredWeight) -> None:
-        self.weight, self.scale = stored.weight, stored.scale
-        self.zero = stored.scale if stored.zero is None else stored.zero
+        zero = stored.scale if stored.zero is None else stored.zero
+        self.tensors = (stored.weight, stored.scale, zero)
         self.form = 4 if takes(stored) == 4 else 8
         inputs = stored.weight.shape[1] * 8 // self.form
-        self.constants = dict(FORM=self.form, GROUP=stored.group or inputs, ZERO=zeros_of(stored.zero))
+        self.constants = {"FORM": self.form, "GROUP": stored.group or inputs}
+        self.constants["ZERO"] = zeros_of(stored.zero)
 
 
 def takes(stored: StoredWeight | None) -> int:
     """Return the bits of a weight that the kernels can read, 4 or 8, or 0 if they cannot read it."""
-    if stored is None or stored.scale is None or not all(t is None or t.is_contiguous() for t in stored[:3]):
+    if stored is None or stored.scale is None:
+        return 0
+    if not all(t is None or t.is_contiguous() for t in stored[:3]):
         return 0
     rows, inputs = stored.weight.shape
     group = stored.group or inputs
@@ -174,8 +172,10 @@ class PackedExperts(ExpertProducts):
         limit: float | None = None,
         alpha: float = 1.702,
     ) -> None:
-        self.count, self.packed = count, (_Packed(gate_up), _Packed(down))
-        self.hidden, self.inner = len(down.weight) // count, len(gate_up.weight) // count // 2
+        self.count = count
+        self.packed = (_Packed(gate_up), _Packed(down))
+        self.hidden = len(down.weight) // count
+        self.inner = len(gate_up.weight) // count // 2
         self._around(gate_up_bias, down_bias, activation, limit, alpha)
         self.fixed = False
 
@@ -183,67 +183,37 @@ class PackedExperts(ExpertProducts):
         """Return the tile for ``pairs`` pairs of a token and an expert, of the kernel for gate and up (``gated``) or
         for down."""
         # Both kernels use the same entry of the table, because they share the blocks of pairs.
-        table = TILES[max(one.form for one in self.packed)]
-        up, down = next(both for most, *both in table if pairs / self.count <= most)
-        return dict(zip(("BM", "BN", "BK", "STAGES", "num_warps"), up if gated else down, strict=True))
+        form = max(one.form for one in self.packed)
+        return chosen_tile(TILES[form], pairs / self.count, gated)
 
     def _grouped(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        order: Tensor,
-        expert: Tensor,
-        squares: Tensor,
-        eps: float,
-        norm: dict,
+        self, x: Tensor, ids: Tensor, weights: Tensor, order: Tensor, expert: Tensor, division: Division
     ) -> Tensor:
-        (t, k), h, n, blocks = ids.shape, self.hidden, self.inner, len(expert)
+        h = self.hidden
+        n = self.inner
+        blocks = len(expert)
         up_bias, down_bias = self._biases(x)
         up, down = self.packed
-        tile = self._tile(t * k, True)
+        pairs = ids.numel()
+        tile = self._tile(pairs, True)
         inner = x.new_empty(blocks * tile["BM"], n)
-        both: dict[str, Any] = dict(N=n, H=h, FROM=triton.next_power_of_2(t * k) if order is ids else 0, **pdl(x))
+        both = pdl(x) | {"N": n, "H": h}
+        both["FROM"] = triton.next_power_of_2(pairs) if order is ids else 0
         both["IEEE"] = x.dtype == torch.float32
         both["ASM"] = x.dtype == torch.bfloat16 and capability(x.device) >= 9
-        _up[(triton.cdiv(n, tile["BN"]), blocks)](
-            x,
-            up.weight,
-            up.scale,
-            up.zero,
-            up_bias,
-            order,
-            expert,
-            squares,
-            inner,
-            t * k,
-            eps,
-            self.limit,
-            self.alpha,
-            K=k,
-            ACT=self.activation,
-            BIAS=self.up_bias is not None,
-            **up.constants,
-            **norm,
-            **tile,
-            **both,
-        )
-        tile = self._tile(t * k, False)
-        y = x.new_empty(t * k, h)
-        _down[(triton.cdiv(h, tile["BN"]), blocks)](
-            inner,
-            down.weight,
-            down.scale,
-            down.zero,
-            down_bias,
-            order,
-            expert,
-            weights,
-            y,
-            t * k,
-            BIAS=self.down_bias is not None,
-            **down.constants,
-            **tile,
-            **both,
-        )
+        constants = both | tile | up.constants | division.constants()
+        constants["K"] = ids.shape[1]
+        constants["ACT"] = self.activation
+        constants["BIAS"] = self.up_bias is not None
+        squares, eps, _ = division
+        of_blocks = (up_bias, order, expert, squares, inner, pairs)
+        programs = triton.cdiv(n, tile["BN"])
+        _up[(programs, blocks)](x, *up.tensors, *of_blocks, eps, self.limit, self.alpha, **constants)
+        tile = self._tile(pairs, False)
+        y = x.new_empty(pairs, h)
+        constants = both | tile | down.constants
+        constants["BIAS"] = self.down_bias is not None
+        of_blocks = (down_bias, order, expert, weights, y, pairs)
+        programs = triton.cdiv(h, tile["BN"])
+        _down[(programs, blocks)](inner, *down.tensors, *of_blocks, **constants)
         return y

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton.language as tl
@@ -56,8 +57,10 @@ def _launch(table: Tensor, blocks: Sequence[int], addresses: Sequence[int], chun
     if table.device.type == "cuda" and where.nbytes >= PINNED_FROM:
         where = where.pin_memory()
     where = where.to(table.device, non_blocking=True)
-    kinds = {"ELEMENT": ELEMENTS[unit], "BYTES": unit, "PACK": pack, "CHUNK": CHUNK}
-    _move[len(blocks), table.shape[1], chunks](where, table, len(blocks), table.shape[1], **kinds)
+    pages = len(blocks)
+    count = table.shape[1]
+    element = ELEMENTS[unit]
+    _move[pages, count, chunks](where, table, pages, count, element, unit, pack, CHUNK)
 
 
 class PageTable:
@@ -84,10 +87,12 @@ class PageTable:
             return
         self._addresses = addresses
         self.unit = math.gcd(8, self.page_bytes, *self._sizes, *addresses)
-        self._chunks = -(-max(self._sizes) // (self.unit * CHUNK))
-        begins = [sum(self._sizes[:i]) for i in range(len(self._sizes))]
-        facts = [addresses, [size // self.unit for size in self._sizes], begins]
-        self._table = torch.tensor(facts, dtype=torch.int64).to(self.device)
+        largest = max(self._sizes)
+        self._chunks = -(-largest // (self.unit * CHUNK))
+        elements = [size // self.unit for size in self._sizes]
+        begins = [0, *accumulate(self._sizes[:-1])]
+        facts = torch.tensor([addresses, elements, begins], dtype=torch.int64)
+        self._table = facts.to(self.device)
 
     def move(self, blocks: Sequence[int], addresses: Sequence[int], pack: bool) -> None:
         """Copy each block to the page at its address, or with ``pack`` False each page to its block, on the current
@@ -101,8 +106,11 @@ def copy_pages(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
     The pages have the same size, a multiple of 8 bytes, and adjacent targets are the parts of one tensor.
     """
-    size, first = targets[0].nbytes, targets[0]
-    where = [[target.data_ptr() - first.data_ptr() for target in targets], [page.data_ptr() for page in sources]]
-    blocks = [offset // size for offset in where[0]]
-    facts = torch.tensor([[first.data_ptr()], [size // 8], [0]], dtype=torch.int64).to(first.device, non_blocking=True)
-    _launch(facts, blocks, where[1], -(-size // (8 * CHUNK)), 8, pack=False)
+    size = targets[0].nbytes
+    first = targets[0].data_ptr()
+    blocks = [(target.data_ptr() - first) // size for target in targets]
+    addresses = [page.data_ptr() for page in sources]
+    facts = torch.tensor([[first], [size // 8], [0]], dtype=torch.int64)
+    table = facts.to(targets[0].device, non_blocking=True)
+    chunks = -(-size // (8 * CHUNK))
+    _launch(table, blocks, addresses, chunks, 8, pack=False)

@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .activation import NUMBER, activate
 from .launch import kernel, pdl, roomy, wait
+from .split_sums import scratch_of
 
 # largest number of rows for which these kernels are faster than a library's product and a second kernel for the
 # epilogue (measured on an H200)
@@ -32,6 +33,7 @@ MOST_ROWS = 64
 SMALL = 1 << 23
 SLOTS = 132  # number of multiprocessors of an H100 or H200
 STAGE_BYTES = 208 * 1024  # bytes of shared memory for tiles that are being loaded or multiplied
+LARGE_TILES = ((32, 64), (64, 128), (128, 64))  # BM and BN of more than 128 rows
 PLAIN, GATED, ADDED = 0, 1, 2
 MANY_ROWS = {PLAIN: 256, GATED: 128, ADDED: 256}  # mode -> largest number of rows for small weights
 
@@ -162,10 +164,13 @@ def vector_tile(n: int, k: int, gated: bool) -> dict[str, int]:
 
     Small weights are in registers before the wait, large weights stream through shared memory.
     """
+    sums = 2 if gated else 1  # of an output
     if k <= 1024 or (k <= 4096 and n * k <= SMALL):
-        bn = max(8192 // triton.next_power_of_2(k), 2) // (2 if gated else 1)
-        return dict(BN=bn, BK=triton.next_power_of_2(k), STAGES=0, num_warps=4 if gated else 8)
-    return dict(BN=4 if gated else 8, BK=1024, STAGES=3, num_warps=8 if k > 8192 else 4)
+        inputs = triton.next_power_of_2(k)
+        rows = max(8192 // inputs, 2)
+        return dict(BN=rows // sums, BK=inputs, STAGES=0, num_warps=8 // sums)
+    warps = 8 if k > 8192 else 4
+    return dict(BN=8 // sums, BK=1024, STAGES=3, num_warps=warps)
 
 
 def _cost(rows: int, n: int, bm: int, bn: int) -> int:
@@ -173,30 +178,46 @@ def _cost(rows: int, n: int, bm: int, bn: int) -> int:
 
     The elements that a tile loads count with a small weight.
     """
-    waves = triton.cdiv(triton.cdiv(rows, bm) * triton.cdiv(n, bn), 132)
-    return waves * (bm * bn + 24 * (bm + bn))
+    tiles = triton.cdiv(rows, bm) * triton.cdiv(n, bn)
+    waves = triton.cdiv(tiles, SLOTS)
+    loaded = bm + bn
+    return waves * (bm * bn + 24 * loaded)
 
 
 def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
     """Return the tile of 2 to 256 rows, with enough programs for 132 multiprocessors and full use of shared memory."""
     if rows > 128 and not gated:
-        bm, bn = min(((32, 64), (64, 128), (128, 64)), key=lambda t: _cost(rows, n, *t))
-        return dict(BM=bm, BN=bn, BK=128, SK=1, STAGES=min(6, STAGE_BYTES // ((bm + bn) * 256)), num_warps=4)
-    bn, bm = 64, 16
-    while bm < min(rows, 64) and triton.cdiv(rows, bm) * triton.cdiv(n, bn) > 160:
+        bm, bn = min(LARGE_TILES, key=lambda tile: _cost(rows, n, *tile))
+        return _staged(bm, bn, 128, 1, gated)
+    bn = 64
+    bm = 16
+    columns = triton.cdiv(n, bn)
+    while bm < min(rows, 64) and triton.cdiv(rows, bm) * columns > 160:
         bm *= 2
-    if triton.cdiv(rows, bm) * triton.cdiv(n, bn) > 200 and not gated:
+    programs = triton.cdiv(rows, bm) * columns
+    if programs > 200 and not gated:
         bn = 128
-    bk = 64 if gated and bm == 64 else 256 if bm == 16 and not gated and k >= 1024 else 128
-    programs = triton.cdiv(rows, bm) * triton.cdiv(n, bn)
+        programs = triton.cdiv(rows, bm) * triton.cdiv(n, bn)
+    bk = 128
+    if gated and bm == 64:
+        bk = 64
+    elif bm == 16 and not gated and k >= 1024:
+        bk = 256
     if bm == 32 and not gated and SLOTS < programs <= 3 * SLOTS // 2:
         # three programs fit on a multiprocessor: 6 % faster (H200, 32 rows, n of 10,240 and 12,352)
-        return dict(BM=bm, BN=bn, BK=64, SK=1, STAGES=5, num_warps=4)
+        return {"BM": bm, "BN": bn, "BK": 64, "SK": 1, "STAGES": 5, "num_warps": 4}
     sk = 1
     while sk < 4 and programs * sk < 48 and k >= 4 * sk * bk:
         sk *= 2
-    stage = (bm + bn * (2 if gated else 1)) * bk * 2
-    return dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=min(6, STAGE_BYTES // stage), num_warps=4)
+    return _staged(bm, bn, bk, sk, gated)
+
+
+def _staged(bm: int, bn: int, bk: int, sk: int, gated: bool) -> dict[str, int]:
+    """Return a tile with as many stages as shared memory holds, at most 6."""
+    weight_rows = 2 * bn if gated else bn
+    stage = (bm + weight_rows) * bk * 2
+    stages = min(6, STAGE_BYTES // stage)
+    return {"BM": bm, "BN": bn, "BK": bk, "SK": sk, "STAGES": stages, "num_warps": 4}
 
 
 class Product:
@@ -208,8 +229,12 @@ class Product:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, mode: int = PLAIN, activation: str = "silu") -> None:
-        self.weight, self.bias, self.mode, self.activation = weight, bias, mode, activation
-        self.n, self.k = weight.shape[0] // (2 if mode == GATED else 1), weight.shape[1]
+        self.weight = weight
+        self.bias = bias
+        self.mode = mode
+        self.activation = activation
+        outputs, self.k = weight.shape
+        self.n = outputs // 2 if mode == GATED else outputs
         self.arrived = torch.zeros(256, dtype=torch.int32, device=weight.device)
         # largest number of rows for which the kernel is faster than the library's product with a separate norm or gate
         self.rows = 1
@@ -222,8 +247,10 @@ class Product:
         x may be the residual stream times the weight of its norm, not yet divided by its root mean square.  Such values
         may overflow float16, so x in float16 is not supported.
         """
-        alike = x.dtype == self.weight.dtype != torch.float16
-        return 0 < x.shape[0] <= self.rows and alike and x.is_contiguous() and self.weight.is_contiguous()
+        weight = self.weight
+        if not x.dtype == weight.dtype != torch.float16:
+            return False
+        return 0 < x.shape[0] <= self.rows and x.is_contiguous() and weight.is_contiguous()
 
     def __call__(
         self,
@@ -239,48 +266,40 @@ class Product:
         The residual is changed in place.  ``squares`` [M, P] are the sums of squares of x, and ``eps`` is that of its
         norm.
         """
-        m, n, k = x.shape[0], self.n, self.k
-        gated, y = self.mode == GATED, torch.empty((m, n), dtype=x.dtype, device=x.device)
+        m = x.shape[0]
+        n = self.n
+        k = self.k
+        gated = self.mode == GATED
+        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
         tile = vector_tile(n, k, gated) if m == 1 else matrix_tile(m, n, k, gated)
-        tiles, out = triton.cdiv(n, tile["BN"]), y
+        bn = tile["BN"]
+        tiles = triton.cdiv(n, bn)
+        sums = None
         if self.mode == ADDED:
-            out = torch.empty((m, tiles), dtype=torch.float32, device=x.device)
-        parts = squares.shape[1] if squares is not None else 0
-        tensors = (
-            y,
-            y if self.bias is None else self.bias,
-            y if residual is None else residual,
-            y if norm is None else norm,
-            y if squares is None else squares,
-            out,
-        )
-        sizes = dict(
-            N=n,
-            K=k,
-            DIM=k,
-            PARTS=parts,
-            PARTS_P=triton.next_power_of_2(max(parts, 1)),
-            MODE=self.mode,
-            BIAS=self.bias is not None,
-            ACT=NUMBER[self.activation],
-        )
+            sums = torch.empty((m, tiles), dtype=torch.float32, device=x.device)
+        given = (y, self.bias, residual, norm, squares, sums)
+        tensors = [y if one is None else one for one in given]  # the kernels do not read absent tensors
+        parts = 0 if squares is None else squares.shape[1]
+        constants = pdl(x) | tile
+        constants["N"] = n
+        constants["K"] = k
+        constants["DIM"] = k
+        constants["PARTS"] = parts
+        constants["PARTS_P"] = triton.next_power_of_2(max(parts, 1))
+        constants["MODE"] = self.mode
+        constants["BIAS"] = self.bias is not None
+        constants["ACT"] = NUMBER[self.activation]
         if m == 1:
-            _matvec[(tiles,)](x, self.weight, *tensors, eps, **sizes, **tile, **pdl(x))
-        else:
-            rows, sk = triton.cdiv(m, tile["BM"]), tile["SK"]
-            size = sk * rows * tile["BM"] * tiles * tile["BN"] * (2 if gated else 1) if sk > 1 else 0
-            scratch = torch.empty(size, dtype=torch.float32, device=x.device) if size else y
-            _gemm[(rows, tiles, sk)](
-                TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
-                TensorDescriptor.from_tensor(self.weight, [tile["BN"], tile["BK"]]),
-                *tensors,
-                scratch,
-                self.arrived,
-                eps,
-                m,
-                IEEE=x.dtype == torch.float32,
-                **sizes,
-                **tile,
-                **pdl(x),
-            )
-        return y, out if self.mode == ADDED else None
+            _matvec[(tiles,)](x, self.weight, *tensors, eps, **constants)
+            return y, sums
+        bm = tile["BM"]
+        bk = tile["BK"]
+        sk = tile["SK"]
+        rows = triton.cdiv(m, bm)
+        columns = 2 * bn if gated else bn
+        scratch = scratch_of(y, sk, rows * bm * tiles * columns)
+        inputs = TensorDescriptor.from_tensor(x, [bm, bk])
+        weight = TensorDescriptor.from_tensor(self.weight, [bn, bk])
+        constants["IEEE"] = x.dtype == torch.float32
+        _gemm[(rows, tiles, sk)](inputs, weight, *tensors, scratch, self.arrived, eps, m, **constants)
+        return y, sums

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from .activation import LONGEST
 from .launch import capability, kernel, pdl, wait
-from .quant_epilogue import Around, EpilogueProduct
+from .quant_epilogue import Around, EpilogueProduct, Result, Tile
 from .quant_formats import QuantizedWeight
 from .quant_gemv import FEW, gemv, gemv_fits
 from .quant_large_m import int8_large, matmul
 from .quant_small_m import ROWS, small_m, small_m_rows
+from .weight_products import copied, dense_product, result_of
 
 DENSE_AT_ONCE = 1 << 27  # largest number of elements of a weight that ``dense`` converts at a time
 # largest numbers of rows for which ``int8_large`` and ``matmul`` with TMA run on Hopper, as measured on an H100
@@ -73,8 +74,10 @@ def described(
     ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.  ``rounds_rows`` is
     that of ``Quantized``.
     """
-    joins, hopper = sm >= 90, sm // 10 == 9
-    small, found = joins and dtype != torch.uint8, {}
+    joins = sm >= 90
+    hopper = sm // 10 == 9
+    small = joins and dtype != torch.uint8
+    found = {}
     with_norm = ", with norm and gate in the same kernel"
     if joins:
         found["1 in bfloat16"] = f"read once, without matrix units{with_norm}"
@@ -92,7 +95,8 @@ def described(
                 "int8 tensor cores, rows as two numbers of 8 bits by a kernel before"
             )
     elif hopper:
-        least, most = 17 if dtype == torch.uint8 else 65, TABLE_TMA_ROWS if table else TMA_ROWS
+        least = 17 if dtype == torch.uint8 else 65
+        most = TABLE_TMA_ROWS if table else TMA_ROWS
         found[f"{least} to {most}, in bfloat16"] = "tensor cores, tiles by the copy engine"
     dots = TABLE_ROWS if table else MATMUL_ROWS[dtype]
     found[f"up to {dots}, of 16 bits"] = "tensor cores, made numbers of in registers"
@@ -110,9 +114,11 @@ class Quantized(QuantizedWeight):
 
         Only M and the dtype of x decide the kernel.
         """
-        x, m = x.contiguous(), len(x)
-        y = out if out is not None and out.is_contiguous() else x.new_empty(m, self.form.n)
-        kind, dots = self._hopper(x), TABLE_ROWS if self.form.table else MATMUL_ROWS[self.weight.dtype]
+        x = x.contiguous()
+        m = len(x)
+        y = result_of(x, self.form.n, out)
+        kind = self._hopper(x)
+        dots = TABLE_ROWS if self.form.table else MATMUL_ROWS[self.weight.dtype]
         if m and gemv_fits(self, x):
             gemv(EpilogueProduct(self), x, y=y)
         elif kind == "int8":
@@ -121,37 +127,43 @@ class Quantized(QuantizedWeight):
             matmul(self, x, y, tma=kind == "tma")
         else:
             self.dense(x, y=y)
-        return y if out is None or y is out else out.copy_(y)
+        return copied(y, out)
 
     def _hopper(self, x: Tensor) -> str:
         """Return the name of the kernel for Hopper that multiplies many rows x: "int8", "tma", or "" for none."""
-        m, form = len(x), self.form
-        aligned = x.data_ptr() % 16 == 0 and self.weight.data_ptr() % 16 == 0 and self.weight.shape[1] % 16 == 0
-        if not aligned or x.element_size() != 2 or capability(x.device) != 9:
+        m = len(x)
+        form = self.form
+        weight = self.weight
+        if x.element_size() != 2 or capability(x.device) != 9:
             return ""
-        if self.weight.dtype == torch.int8 and 32 < m <= INT8_ROWS:
+        aligned = x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+        if not aligned or weight.shape[1] % 16:
+            return ""
+        if weight.dtype == torch.int8 and 32 < m <= INT8_ROWS:
             return "int8" if self.rounds_rows else ""
         # these kernels were not measured with zero points that are no whole numbers
+        if form.zero == 1 or x.dtype != torch.bfloat16:
+            return ""
+        few = 16 if form.bits == 4 else 64
         most = TABLE_TMA_ROWS if form.table else TMA_ROWS
-        measured = (16 if form.bits == 4 else 64) < m <= most and form.zero != 1
-        return "tma" if measured and x.dtype == torch.bfloat16 else ""
+        return "tma" if few < m <= most else ""
 
     def dense(self, x: Tensor, at_once: int = DENSE_AT_ONCE, y: Tensor | None = None) -> Tensor:
         """Compute y [M, N] of x [M, K] with torch's product and parts of the weight that are converted to numbers in
         memory.
         """
-        n = self.form.n
-        y, step = x.new_empty(len(x), n) if y is None else y, max(1, at_once // self.form.k)
-        for first in range(0, n, step):
-            rows = slice(first, min(first + step, n))
-            torch.mm(x, self.numbers(rows, x.dtype).t(), out=y[:, rows])
-        return y
+        if y is None:
+            y = x.new_empty(len(x), self.form.n)
+        step = max(1, at_once // self.form.k)
+        return dense_product(x, self.numbers, step, y)
 
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """Dequantize some rows of the weight to ``dtype``: [rows, K]."""
-        out = torch.empty((rows.stop - rows.start, self.form.k), dtype=dtype, device=self.weight.device)
-        grid, tensors = (len(out), triton.cdiv(self.weight.shape[1], 2048)), (self.weight, self.scale, self.zero)
-        _numbers[grid](*tensors, self.table, out, rows.start, F=self.form, BB=2048, **pdl(out))
+        count = rows.stop - rows.start
+        out = torch.empty((count, self.form.k), dtype=dtype, device=self.weight.device)
+        grid = (count, triton.cdiv(self.weight.shape[1], 2048))
+        tensors = (self.weight, self.scale, self.zero, self.table)
+        _numbers[grid](*tensors, out, rows.start, F=self.form, BB=2048, **pdl(out))
         return out
 
 
@@ -167,8 +179,10 @@ class FusedProduct(EpilogueProduct):
         for tiles.
         """
         super().__init__(*given, **more)
-        self.scaled, self.rows = scaled, small_m_rows(self)
-        self.arrived = torch.zeros(triton.cdiv(self.form.n, 16), dtype=torch.int32, device=self.of.weight.device)
+        self.scaled = scaled
+        self.rows = small_m_rows(self)
+        counters = triton.cdiv(self.form.n, 16)
+        self.arrived = torch.zeros(counters, dtype=torch.int32, device=self.of.weight.device)
 
     @property
     def takes_tops(self) -> bool:
@@ -195,8 +209,8 @@ class FusedProduct(EpilogueProduct):
         residual: Tensor | None = None,
         norm: Tensor | None = None,
         tops: Tensor | None = None,
-        tile: dict[str, int] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        tile: Tile | None = None,
+    ) -> Result:
         """Compute the product of x, for which ``fits`` is True, and its epilogue, by the kernel for one row or for a
         few.
 
@@ -209,14 +223,18 @@ class FusedProduct(EpilogueProduct):
 
     def rounds(self, rows: int) -> torch.dtype | None:
         """Return the 8-bit dtype to which rows of x should be rounded for ``of_rows``, None if they stay unrounded."""
-        if self.scaled is None or rows <= ROWS or not self.scaled.even or self.scaled.weight.shape[1] > LONGEST:
+        if self.scaled is None or rows <= ROWS:
             return None
-        return self.scaled.weight.dtype
+        weight = self.scaled.weight
+        if not self.scaled.even or weight.shape[1] > LONGEST:
+            return None
+        return weight.dtype
 
     def of_rows(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the product [M, N] in ``dtype`` of codes [M, K] times scale [M, 1].
 
         The codes are rows of x that were rounded to the dtype of ``rounds``.
         """
-        y = torch.empty((len(codes), len(self.scaled.weight)), dtype=dtype, device=codes.device)
+        outputs = len(self.scaled.weight)
+        y = torch.empty((len(codes), outputs), dtype=dtype, device=codes.device)
         return self.scaled.of_rows(codes, scale, y)

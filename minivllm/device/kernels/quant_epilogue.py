@@ -56,6 +56,8 @@ def finish(acc, up, om, on, tile, around, M, F: tl.constexpr, P: tl.constexpr, N
 
 
 NOTHING = Around()
+Tile = dict[str, int]  # constants of a launch that were measured to be fast
+Result = tuple[Tensor, Tensor | None]  # y and partial sums or largest elements, as in ``EpilogueProduct.given``
 
 
 class EpilogueProduct:
@@ -72,8 +74,13 @@ class EpilogueProduct:
         activation: str = "silu",
         rounded: torch.dtype | None = None,
     ) -> None:
-        self.of, self.bias, self.mode, self.activation, self.rounded = of, bias, mode, activation, rounded
-        self.form = replace(of.form, n=of.form.n // (2 if mode == GATED else 1))
+        self.of = of
+        self.bias = bias
+        self.mode = mode
+        self.activation = activation
+        self.rounded = rounded
+        outputs = of.form.n
+        self.form = replace(of.form, n=outputs // 2 if mode == GATED else outputs)
 
     def given(
         self,
@@ -89,15 +96,22 @@ class EpilogueProduct:
         The second result [M, parts] has f32 sums of squares, which the next norm reads, or with a gate and ``tops``
         int32 bits of largest elements.  Otherwise it is None.
         """
-        y, partials, before = x.new_empty(len(x), self.form.n) if y is None else y, None, 0
-        if self.mode == ADDED or (tops and self.mode == GATED):
-            dtype = torch.float32 if self.mode == ADDED else torch.int32
-            partials = torch.empty((len(x), parts), dtype=dtype, device=x.device)
-        if around.squares is not None:
-            before = around.squares.shape[1]
-        given = (by_row, y, self.bias, around.residual, around.norm, around.squares, partials, around.eps)
-        unused = (self.of.scale, y, y, y, y, self.of.scale, y, 0.0)
-        tensors = tuple(other if one is None else one for one, other in zip(given, unused, strict=True))
-        parts_p, act = triton.next_power_of_2(max(before, 1)), NUMBER[self.activation]
-        epilogue = Epilogue(self.mode, self.bias is not None, act, by_row is not None, before, parts_p)
-        return y, partials, tensors, epilogue
+        if y is None:
+            y = x.new_empty(len(x), self.form.n)
+        mode = self.mode
+        bias = self.bias
+        partials = None
+        if mode == ADDED:
+            partials = torch.empty((len(x), parts), dtype=torch.float32, device=x.device)
+        elif tops and mode == GATED:
+            partials = torch.empty((len(x), parts), dtype=torch.int32, device=x.device)
+        squares, eps, residual, norm = around
+        before = 0 if squares is None else squares.shape[1]
+        before_p = triton.next_power_of_2(max(before, 1))
+        act = NUMBER[self.activation]
+        epilogue = Epilogue(mode, bias is not None, act, by_row is not None, before, before_p)
+        scale = self.of.scale
+        given = (by_row, y, bias, residual, norm, squares, partials)
+        unused = (scale, y, y, y, y, scale, y)  # the kernels do not read absent tensors
+        tensors = [other if one is None else one for one, other in zip(given, unused, strict=True)]
+        return y, partials, (*tensors, eps), epilogue

@@ -75,15 +75,21 @@ class QuantizedWeight:
     def __init__(
         self, weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0, table: Tensor | None = None
     ) -> None:
-        self.weight, self.scale, self.table = weight, scale, scale if table is None else with_words(table)
+        self.weight = weight
+        self.scale = scale
+        self.table = scale if table is None else with_words(table)
         self.zero = scale if zero is None else zero
         bits = 4 if weight.dtype == torch.uint8 else 8
         if bits == 4 and group not in (32, 64, 128):
             raise ValueError(f"groups of {group} inputs with 4 bits: expected 32, 64 or 128")
-        n, k = weight.shape[0], weight.shape[1] * 8 // bits
-        strides = scale.stride() if scale.dim() == 2 else (1, 0)
+        n, row_bytes = weight.shape
+        k = row_bytes * 8 // bits
+        if bits == 8:
+            group = k
+        by_row, by_group = scale.stride() if scale.dim() == 2 else (1, 0)
+        zeros = zeros_of(zero)
         float8 = weight.dtype == torch.float8_e4m3fn
-        self.form = Form(n, k, bits, group if bits == 4 else k, *strides, zeros_of(zero), table is not None, float8)
+        self.form = Form(n, k, bits, group, by_row, by_group, zeros, table is not None, float8)
         self.arrived = torch.zeros(1024, dtype=torch.int32, device=weight.device)
 
 
@@ -96,14 +102,18 @@ def with_words(table: Tensor) -> Tensor:
     halves = table.to(torch.float16)
     if not table.is_meta and not bool(halves.isfinite().all()):
         raise ValueError(f"a table with the number {float(table.abs().amax())}: expected at most 65504, as in float16")
-    return torch.cat((table, halves.view(torch.uint8).view(16, 2).T.flatten().view(torch.float32)))
+    bytes_of_halves = halves.view(torch.uint8).view(16, 2)
+    words = bytes_of_halves.T.flatten().view(torch.float32)
+    return torch.cat((table, words))
 
 
 def zeros_of(zero: Tensor | None) -> int:
     """Return the value of ``Form.zero`` for a tensor of zero points."""
     if zero is None:
         return 0
-    return 2 if bool(((zero == zero.round()) & (zero >= 0) & (zero <= 127)).all()) else 1
+    whole = zero == zero.round()
+    small = (zero >= 0) & (zero <= 127)
+    return 2 if bool((whole & small).all()) else 1
 
 
 @triton.jit

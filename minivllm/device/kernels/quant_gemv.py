@@ -30,7 +30,7 @@ from .activation import activate
 from .eight_bits import TOP, codes_of, divided, rows, size_of, step_of
 from .launch import kernel, multiprocessors, pdl, wait
 from .products import GATED
-from .quant_epilogue import NOTHING, Around, EpilogueProduct
+from .quant_epilogue import NOTHING, Around, EpilogueProduct, Result, Tile
 from .quant_float16 import UNITS, code_products, eight_products, pair_of, power_of, two_of
 from .quant_formats import Form, QuantizedWeight, spread, table_pairs, table_words, values_of, word_numbers
 
@@ -379,23 +379,26 @@ def _gemv(
 # ---- launch ----------------------------------------------------------------------------------------------------------
 
 
-def plain_tile(form: Form, unit: int, rows: int) -> dict[str, int]:
+def plain_tile(form: Form, unit: int, rows: int) -> Tile:
     """Return the fastest tile on an H200 of two rows, or of one row without a norm of float8 or of long int8."""
     wide = form.n >= WIDE
+    bn, bk, stages, warps = 8, 1024, 3, 4
     if form.table:
-        bn, bk, stages, warps = 8, 1024, 3, 4
-    elif form.bits == 4:
-        bn, bk, stages, warps = 16, 1024, 4, 4
-    elif unit == 1:
-        bn, bk, stages, warps = (16, 256, 4, 4) if wide else (8, 1024, 3, 4) if rows == 1 else (8, 512, 3, 2)
-    elif rows == 1:
-        bn, bk, stages, warps = 8, 1024, 4, 8
-    else:
-        bn, bk, stages, warps = (16, 512, 3, 4) if wide else (8, 1024, 3, 4)
+        return dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
+    if form.bits == 4:
+        bn, stages = 16, 4
+    elif unit == 1 and wide:
+        bn, bk, stages = 16, 256, 4
+    elif unit == 1 and rows > 1:
+        bk, warps = 512, 2
+    elif unit > 1 and rows == 1:
+        stages, warps = 4, 8
+    elif unit > 1 and wide:
+        bn, bk = 16, 512
     return dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
 
 
-def gemv_tile(form: Form, gated: bool, unit: int) -> dict[str, int]:
+def gemv_tile(form: Form, gated: bool, unit: int) -> Tile:
     """Return the fastest tile of one row, by benchmarks/quant_layer.py for 4,096 or 14,336 inputs.
 
     For fewer inputs, programs have more outputs.  Tiles of 8 bits read as words or eights were measured on an H100,
@@ -403,23 +406,36 @@ def gemv_tile(form: Form, gated: bool, unit: int) -> dict[str, int]:
     programs per multiprocessor.  With a gate it is as many as fit, since otherwise some multiprocessors would run more
     programs than others.
     """
-    four, warps = form.bits == 4 and not form.table, 4
+    four = form.bits == 4 and not form.table
+    warps = 4
     if form.k > SHORT:
-        bn, bk, stages, warps = (16, 2048, 3, 8) if four else (8, 1024, 3, 4) if unit < 4 else (8, 2048, 0, 4)
-        return dict(BN=bn // 2 if gated else bn, BK=bk, STAGES=stages, num_warps=warps)
+        bn, bk, stages = 8, 2048, 0
+        if four:
+            bn, stages, warps = 16, 3, 8
+        elif unit < 4:
+            bk, stages = 1024, 3
+        if gated:
+            bn //= 2
+        return dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
+    stages = 0
     if four:
+        bn, each = 8, 3
         # groups of 128 inputs have fewer scales and so need fewer registers, so a program takes more inputs
-        many = form.group == 128 or (form.group == 64 and not form.zero)
-        bn, each, stages = (4, 4 if many else 3, 0) if gated else (8, 3, 0)
+        if gated and (form.group == 128 or (form.group == 64 and not form.zero)):
+            each = 4
     elif form.table:
-        bn, each, stages, warps = 2 if gated else 4, 2, 0, 8
+        bn, each, warps = 4, 2, 8
     elif unit == 1:
-        bn, each, stages = (2, 6, 3) if gated else (4, 6, 2)
+        bn, each = 4, 6
+        stages = 3 if gated else 2
     elif gated or unit == 8:
-        bn, each, stages, warps = (4 if gated else 8), 2, 0, 8
+        bn, each, warps = 8, 2, 8
     else:
-        bn, each, stages = 4, 4, 0
-    bn *= max(1, SHORT // max(triton.next_power_of_2(form.k), 256))
+        bn, each = 4, 4
+    if gated:
+        bn //= 2
+    inputs = max(triton.next_power_of_2(form.k), 256)
+    bn *= max(1, SHORT // inputs)
     return dict(BN=min(bn, 32), EACH=each, STAGES=stages, num_warps=warps)
 
 
@@ -429,24 +445,32 @@ def words_fit(x: Tensor, of: QuantizedWeight) -> bool:
     x must have 16 bits per element and be aligned to 8 bytes, and the weight must hold whole numbers and be aligned to
     words.
     """
-    whole = not of.form.float8 and not of.form.table and x.element_size() == 2
-    return whole and of.form.k % 4 == 0 and x.data_ptr() % 8 == 0 and of.weight.data_ptr() % 4 == 0
+    form = of.form
+    if form.float8 or form.table or x.element_size() != 2:
+        return False
+    return form.k % 4 == 0 and x.data_ptr() % 8 == 0 and of.weight.data_ptr() % 4 == 0
 
 
 def gemv_fits(of: QuantizedWeight, x: Tensor) -> bool:
     """Return whether the kernel supports rows x.  With 4 bits they must have 16 bits per element."""
-    table = of.form.table and x.element_size() == 2
-    return len(x) <= FEW and (of.form.bits == 8 or table or words_fit(x, of))
+    if len(x) > FEW:
+        return False
+    form = of.form
+    if form.bits == 8 or (form.table and x.element_size() == 2):
+        return True
+    return words_fit(x, of)
 
 
 def elements_of(product: EpilogueProduct, x: Tensor) -> tuple[int, Tensor]:
     """Return the number of inputs in an element of the weight, and the weight viewed as such elements."""
-    weight, form = product.of.weight, product.form
+    weight = product.of.weight
+    form = product.form
     if words_fit(x, product.of):
         return 32 // form.bits, weight.view(torch.int32)
-    lies = form.k % 8 == 0 and x.data_ptr() % 8 == 0 and weight.data_ptr() % 8 == 0
-    if form.float8 and product.rounded is not None and lies:
-        return 8, weight.view(torch.int64)
+    if form.float8 and product.rounded is not None:
+        aligned = x.data_ptr() % 8 == weight.data_ptr() % 8 == 0
+        if aligned and form.k % 8 == 0:
+            return 8, weight.view(torch.int64)
     return 8 // form.bits, weight
 
 
@@ -455,10 +479,10 @@ def gemv(
     x: Tensor,
     around: Around = NOTHING,
     tops: Tensor | None = None,
-    tile: dict[str, int] | None = None,
+    tile: Tile | None = None,
     y: Tensor | None = None,
     by_row: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """Compute a product with its epilogue for a row x [1, K], or for x [2, K] without epilogue, in ``y`` if it is not
     None.
 
@@ -466,26 +490,42 @@ def gemv(
     of the largest elements of the output's parts.  A caller may pass them as ``tops`` of x, which is used if x is
     rounded or the weight has 4 bits.
     """
-    of, form, rounded = product.of, product.form, product.rounded
+    of = product.of
+    form = product.form
+    rounded = product.rounded
     four = form.bits == 4 and not form.table
-    tops = tops if rounded is not None or four else None
+    if rounded is None and not four:
+        tops = None
     if rounded is not None and tops is None and form.k > SHORT:
         x, by_row = rows(x, rounded, x.dtype)
     unit, weight = elements_of(product, x)
-    long_words = unit == 4 and form.k > SHORT
-    if tile is None and (len(x) > 1 or (around is NOTHING and (unit == 1 or long_words))):
-        tile = plain_tile(form, unit, len(x))
-    tile = dict(tile or gemv_tile(form, product.mode == GATED, unit))
-    programs = triton.cdiv(form.n, tile["BN"])
-    tile["PROGRAMS"] = 0
-    if "EACH" in tile:
-        programs = tile["PROGRAMS"] = min(programs, tile.pop("EACH") * multiprocessors(x.device))
-        tile["BK"] = max(triton.next_power_of_2(form.k), 256, form.group if form.bits == 4 else 0)
-    top = 0.0 if rounded is None or by_row is not None else TOP[rounded]
+    if tile is None:
+        plain = around is NOTHING and (unit == 1 or (unit == 4 and form.k > SHORT))
+        if plain or len(x) > 1:
+            tile = plain_tile(form, unit, len(x))
+        else:
+            tile = gemv_tile(form, product.mode == GATED, unit)
+    constants = pdl(x) | tile
+    programs = triton.cdiv(form.n, constants["BN"])
+    constants["PROGRAMS"] = 0
+    if "EACH" in constants:
+        running = constants.pop("EACH") * multiprocessors(x.device)
+        programs = min(programs, running)
+        constants["PROGRAMS"] = programs
+        group = form.group if form.bits == 4 else 0
+        constants["BK"] = max(triton.next_power_of_2(form.k), 256, group)
+    top = 0.0
+    if rounded is not None and by_row is None:
+        top = TOP[rounded]
     known = 0 if tops is None else tops.shape[1]
-    y, partials, tensors, epilogue = product.given(x, by_row, around, programs, True, y)
-    wide, tops = x.view(torch.int64) if unit in (4, 8) else x, x if tops is None else tops
-    elements = Elements(unit, top, known, triton.next_power_of_2(max(known, 1)))
-    operands = (x, wide, weight, of.scale, of.zero, of.table, tops, *tensors)
-    _gemv[(programs,)](*operands, F=form, E=elements, P=epilogue, ROWS=len(x), **tile, **pdl(x))
+    known_p = triton.next_power_of_2(max(known, 1))
+    y, partials, tensors, constants["P"] = product.given(x, by_row, around, programs, True, y)
+    constants["F"] = form
+    constants["E"] = Elements(unit, top, known, known_p)
+    constants["ROWS"] = len(x)
+    wide = x.view(torch.int64) if unit in (4, 8) else x
+    if tops is None:
+        tops = x
+    operands = (x, wide, weight, of.scale, of.zero, of.table, tops)
+    _gemv[(programs,)](*operands, *tensors, **constants)
     return y, partials

@@ -29,9 +29,34 @@ from .eight_bits import halved_rows
 from .launch import capability, kernel, pdl, wait
 from .quant_formats import Form, QuantizedWeight, bytes_of, nibbles_of, table_words
 from .quant_gemv import WIDE
-from .split_sums import drained, together
+from .split_sums import drained, scratch_of, together
 
 SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))  # compute capabilities whose programs have 99 KiB of shared memory
+# without TMA: (most rows, whether at least WIDE outputs) -> BN, BK, SK, stages, warps; 256 means any number of rows
+FOUR_BITS = {
+    (16, False): (64, 256, 4, 4, 4),
+    (16, True): (64, 256, 1, 3, 4),
+    (32, False): (64, 128, 1, 3, 4),
+    (32, True): (128, 128, 1, 3, 8),
+    (64, False): (64, 128, 1, 3, 4),
+    (64, True): (128, 128, 1, 2, 8),
+    (128, False): (64, 128, 2, 3, 4),
+    (128, True): (128, 128, 1, 3, 8),
+    (256, False): (64, 128, 2, 3, 4),
+    (256, True): (128, 128, 1, 3, 8),
+}
+EIGHT_BITS = {
+    (16, False): (64, 256, 4, 4, 4),
+    (16, True): (64, 256, 1, 3, 4),
+    (32, False): (64, 128, 2, 3, 4),
+    (32, True): (64, 128, 1, 3, 4),
+    (64, False): (64, 128, 1, 3, 4),
+    (64, True): (128, 128, 1, 3, 8),
+    (128, False): (64, 64, 4, 4, 4),
+    (128, True): (128, 64, 1, 4, 8),
+    (256, False): (64, 128, 2, 3, 4),
+    (256, True): (128, 64, 1, 4, 8),
+}
 
 
 @kernel()
@@ -47,9 +72,11 @@ def _halves(x, y, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
 
 def halves(x: Tensor) -> Tensor:
     """Return x [M, K], K a multiple of 32, with each row in halves."""
-    (m, k), y = x.shape, torch.empty_like(x)
+    m, k = x.shape
+    y = torch.empty_like(x)
     if m:
-        _halves[(m, triton.cdiv(k, 4096))](x, y, K=k, BK=4096, **pdl(x))
+        grid = (m, triton.cdiv(k, 4096))
+        _halves[grid](x, y, K=k, BK=4096, **pdl(x))
     return y
 
 
@@ -116,52 +143,68 @@ def matmul_tile(form: Form, rows: int, tma: bool) -> dict[str, int]:
     Tiles with TMA for more than 64 rows or 8 bits were measured on an H100, others on an H200.  Sums are split among as
     many programs as the device can run at once.
     """
-    four, wide = form.bits == 4, form.n >= WIDE
+    four = form.bits == 4
+    wide = form.n >= WIDE
     if tma:
-        if rows > 128 and not four and wide:
-            return dict(BM=256, BN=64, BK=64, SK=1, STAGES=3, num_warps=4)
-        bm, stages, most = (32, 5, 384) if rows <= 32 else (64, 4, 264) if rows <= 64 else (128, 3, 264)
-        programs = triton.cdiv(rows, bm) * triton.cdiv(form.n, 64)
-        sk = next((parts for parts in (4, 2) if programs * parts <= most), 1)
-        return dict(BM=bm, BN=64, BK=128, SK=sk, STAGES=stages, num_warps=4)
-    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 256 if rows > 128 and wide else 128
-    bn, bk, sk, stages, warps = {
-        (16, False): (64, 256, 4, 4, 4),
-        (16, True): (64, 256, 1, 3, 4),
-        (32, False): (64, 128, 1 if four else 2, 3, 4),
-        (32, True): (128, 128, 1, 3, 8) if four else (64, 128, 1, 3, 4),
-        (64, False): (64, 128, 1, 3, 4),
-        (64, True): (128, 128, 1, 2 if four else 3, 8),
-        (128, False): (64, 128, 2, 3, 4) if four or rows > 128 else (64, 64, 4, 4, 4),
-        (128, True): (128, 128, 1, 3, 8) if four else (128, 64, 1, 4, 8),
-        (256, True): (128, 128, 1, 3, 8) if four else (128, 64, 1, 4, 8),
-    }[bm, wide]
-    return dict(BM=bm, BN=bn, BK=max(bk, form.group if four else 0), SK=sk, STAGES=stages, num_warps=warps)
+        return _tma_tile(form, rows, wide and not four)
+    most = min(256, max(16, triton.next_power_of_2(rows)))
+    table = FOUR_BITS if four else EIGHT_BITS
+    bn, bk, sk, stages, warps = table[most, wide]
+    bm = min(most, 256 if wide else 128)
+    if four:
+        bk = max(bk, form.group)
+    return {"BM": bm, "BN": bn, "BK": bk, "SK": sk, "STAGES": stages, "num_warps": warps}
+
+
+def _tma_tile(form: Form, rows: int, large: bool) -> dict[str, int]:
+    """Return the tile with TMA; ``large`` means 8 bits and at least WIDE outputs."""
+    if rows > 128 and large:
+        return {"BM": 256, "BN": 64, "BK": 64, "SK": 1, "STAGES": 3, "num_warps": 4}
+    bm, stages, most = 128, 3, 264
+    if rows <= 32:
+        bm, stages, most = 32, 5, 384
+    elif rows <= 64:
+        bm, stages = 64, 4
+    programs = triton.cdiv(rows, bm) * triton.cdiv(form.n, 64)
+    sk = next((parts for parts in (4, 2) if programs * parts <= most), 1)
+    return {"BM": bm, "BN": 64, "BK": 128, "SK": sk, "STAGES": stages, "num_warps": 4}
 
 
 def matmul(
     of: QuantizedWeight, x: Tensor, y: Tensor | None = None, tile: dict[str, int] | None = None, tma: bool = False
 ) -> Tensor:
     """Compute y [M, N] of contiguous x [M, K], which is bfloat16 with ``tma``."""
-    m, form = len(x), of.form
-    y = x.new_empty(m, form.n) if y is None else y
+    m = len(x)
+    form = of.form
+    if y is None:
+        y = x.new_empty(m, form.n)
     if not m:
         return y
-    tile = dict(tile or matmul_tile(form, m, tma))
-    if not tma and tile["BM"] == 256 and x.is_cuda and torch.cuda.get_device_capability(x.device) in SMALL:
-        tile["BM"] = 128
-    rows, tiles = triton.cdiv(m, tile["BM"]), triton.cdiv(form.n, tile["BN"])
-    if rows * tiles > len(of.arrived):
-        tile["SK"] = 1
-    size = tile["SK"] * rows * tile["BM"] * tiles * tile["BN"] if tile["SK"] > 1 else 0
-    scratch, weight = torch.empty(size, dtype=torch.float32, device=x.device) if size else y, of.weight
+    constants = pdl(y) | (tile or matmul_tile(form, m, tma))
+    bm = constants["BM"]
+    if not tma and bm == 256 and x.is_cuda and torch.cuda.get_device_capability(x.device) in SMALL:
+        bm = 128
+    bn = constants["BN"]
+    bk = constants["BK"]
+    rows = triton.cdiv(m, bm)
+    tiles = triton.cdiv(form.n, bn)
+    parts = constants["SK"] if rows * tiles <= len(of.arrived) else 1
+    scratch = scratch_of(y, parts, rows * bm * tiles * bn)
+    weight = of.weight
     if tma:
-        half = 2 if form.bits == 4 else 1
-        x = TensorDescriptor.from_tensor(halves(x) if half == 2 else x, [tile["BM"], tile["BK"] // half])
-        weight = TensorDescriptor.from_tensor(of.weight, [tile["BN"], tile["BK"] * form.bits // 8])
+        bytes_of_tile = bk * form.bits // 8
+        weight = TensorDescriptor.from_tensor(weight, [bn, bytes_of_tile])
+        if form.bits == 4:
+            x = halves(x)
+            bk //= 2
+        x = TensorDescriptor.from_tensor(x, [bm, bk])
+    constants["BM"] = bm
+    constants["SK"] = parts
+    constants["F"] = form
+    constants["TMA"] = tma
+    constants["ASM"] = y.dtype == torch.bfloat16 and capability(y.device) >= 9
     given = (x, weight, of.scale, of.zero, of.table, y, scratch, of.arrived, m)
-    constants = dict(F=form, TMA=tma, ASM=y.dtype == torch.bfloat16 and capability(y.device) >= 9)
-    _matmul[(rows, tiles, tile["SK"])](*given, **constants, **tile, **pdl(y))
+    _matmul[(rows, tiles, parts)](*given, **constants)
     return y
 
 
@@ -194,7 +237,9 @@ def _int8_large(
 
 def int8_large_tile(n: int) -> dict[str, int]:
     """Return the fastest tile of benchmarks/quant_kernels.py on an H100, for 64 to 256 rows."""
-    return dict(BM=64, BN=128 if n > 4096 else 64, BK=128, STAGES=3 if n > 4096 else 4, num_warps=4)
+    if n > 4096:
+        return dict(BM=64, BN=128, BK=128, STAGES=3, num_warps=4)
+    return dict(BM=64, BN=64, BK=128, STAGES=4, num_warps=4)
 
 
 def int8_large(
@@ -204,14 +249,19 @@ def int8_large(
 
     K must be a multiple of 16.
     """
-    (m, k), n = x.shape, len(weight)
-    y = x.new_empty(m, n) if y is None else y
+    m, k = x.shape
+    n = len(weight)
+    if y is None:
+        y = x.new_empty(m, n)
     if not m:
         return y
     q, by_row = halved_rows(x)
-    tile = tile or int8_large_tile(n)
-    rows = TensorDescriptor.from_tensor(q, [tile["BM"], tile["BK"]])
-    columns = TensorDescriptor.from_tensor(weight, [tile["BN"], tile["BK"]])
-    grid = (triton.cdiv(m, tile["BM"]), triton.cdiv(n, tile["BN"]))
-    _int8_large[grid](rows, columns, by_row, scale, y, m, N=n, K=k, **tile, **pdl(x))
+    constants = pdl(x) | (tile or int8_large_tile(n))
+    bm = constants["BM"]
+    bn = constants["BN"]
+    bk = constants["BK"]
+    rows = TensorDescriptor.from_tensor(q, [bm, bk])
+    columns = TensorDescriptor.from_tensor(weight, [bn, bk])
+    grid = (triton.cdiv(m, bm), triton.cdiv(n, bn))
+    _int8_large[grid](rows, columns, by_row, scale, y, m, N=n, K=k, **constants)
     return y

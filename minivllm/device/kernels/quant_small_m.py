@@ -31,10 +31,11 @@ from .eight_bits import rows as rounded_rows
 from .eight_bits import size_of
 from .launch import capability, kernel, multiprocessors, pdl, wait
 from .products import ADDED, GATED, PLAIN
-from .quant_epilogue import Around, EpilogueProduct, finish
+from .quant_epilogue import Around, EpilogueProduct, Result, Tile, finish
 from .quant_float16 import UNITS, power_of
 from .quant_formats import Form, byte_planes, code_planes, halves_of, numbers_of
 from .quant_gemv import WIDE, both_added
+from .split_sums import scratch_of
 
 ROWS, ROWS_OF_32 = 8, 4  # largest number of rows; with groups of 32 inputs half as many, as each row takes two columns
 MOST_INPUTS = 16384  # largest number of inputs of a 4-bit weight for which a program's sums fit in its registers
@@ -85,26 +86,30 @@ def _small_m8(
     finish(total, total_up, om, on, tile, around, M, F, E, False)
 
 
-def _tile8(n: int, gated: bool) -> dict[str, int]:
+def _tile8(n: int, gated: bool) -> Tile:
     """Return the fastest tile for 8 bits of benchmarks/quant_kernels.py on an H200, for 4,096 and 28,672 outputs.
 
     With a gate, a product has half as many outputs, each with a second sum.
     """
-    wide = n >= WIDE and not gated
-    return dict(BN=32 if wide else 16, BK=128, P=4, STAGES=3 if wide or gated else 6, num_warps=4)
+    if gated:
+        return dict(BN=16, BK=128, P=4, STAGES=3, num_warps=4)
+    if n >= WIDE:
+        return dict(BN=32, BK=128, P=4, STAGES=3, num_warps=4)
+    return dict(BN=16, BK=128, P=4, STAGES=6, num_warps=4)
 
 
-def _product8(
-    product: EpilogueProduct, x: Tensor, around: Around, tile: dict[str, int] | None
-) -> tuple[Tensor, Tensor | None]:
-    form, by_row = product.form, None
+def _product8(product: EpilogueProduct, x: Tensor, around: Around, tile: Tile | None) -> Result:
+    form = product.form
+    by_row = None
     if product.rounded is not None:
         x, by_row = rounded_rows(x, product.rounded, x.dtype)
-    tile = tile or _tile8(form.n, product.mode == GATED)
-    tiles = triton.cdiv(form.n, tile["BN"])
-    y, sums, tensors, epilogue = product.given(x, by_row, around, tiles)
-    operands = (x.view(torch.int32), product.of.weight.view(torch.int16), product.of.scale)
-    _small_m8[(tiles,)](*operands, *tensors, len(x), F=form, E=epilogue, **tile, **pdl(x))
+    constants = pdl(x) | (tile or _tile8(form.n, product.mode == GATED))
+    constants["F"] = form
+    tiles = triton.cdiv(form.n, constants["BN"])
+    y, sums, tensors, constants["E"] = product.given(x, by_row, around, tiles)
+    pairs = x.view(torch.int32)
+    codes = product.of.weight.view(torch.int16)
+    _small_m8[(tiles,)](pairs, codes, product.of.scale, *tensors, len(x), **constants)
     return y, sums
 
 
@@ -322,44 +327,61 @@ def _small_m4(
             tl.store(arrived + program, 0)
 
 
-def _tile4(form: Form, mode: int) -> dict[str, int]:
+def _tile4(form: Form, mode: int) -> Tile:
     """Return the fastest tile on an H100, for 4,096 and 14,336 inputs.
 
     EACH is the number of programs per multiprocessor.
     """
+    part = 1024  # inputs of a program
     if mode == GATED:
         part, each, stages, warps = (2048, 2, 2, 4) if form.group == 32 else (4096, 1, 3, 8)
     elif form.group == 32:
-        part, each, stages, warps = 1024, 4, 3, 4
+        each, stages, warps = 4, 3, 4
     elif mode == PLAIN:
-        part, each, stages, warps = 1024, 8, 2, 2
+        each, stages, warps = 8, 2, 2
+    elif form.k <= 8192:
+        each, stages, warps = 4, 2, 4
     else:
-        part, each, stages, warps = (1024, 4, 2, 4) if form.k <= 8192 else (1024, 6, 3, 2)
-    return dict(BN=16, EACH=each, SK=triton.cdiv(form.k, part), STAGES=stages, num_warps=warps)
+        each, stages, warps = 6, 3, 2
+    split = triton.cdiv(form.k, part)
+    return dict(BN=16, EACH=each, SK=split, STAGES=stages, num_warps=warps)
 
 
-def _product4(
-    product: EpilogueProduct, x: Tensor, around: Around, arrived: Tensor, tile: dict[str, int] | None
-) -> tuple[Tensor, Tensor | None]:
-    of, form, m = product.of, product.form, len(x)
-    tile, batch = dict(tile or _tile4(form, product.mode)), max(form.group, 64)
-    split, bn = tile["SK"], tile["BN"]
-    tiles, room = triton.cdiv(form.n, bn), tile.pop("EACH") * multiprocessors(x.device)
+def _product4(product: EpilogueProduct, x: Tensor, around: Around, arrived: Tensor, tile: Tile | None) -> Result:
+    of = product.of
+    form = product.form
+    m = len(x)
+    constants = pdl(x) | (tile or _tile4(form, product.mode))
+    split = constants["SK"]
+    bn = constants["BN"]
+    tiles = triton.cdiv(form.n, bn)
+    room = constants.pop("EACH") * multiprocessors(x.device)
     turns = triton.cdiv(tiles, max(1, room // split))
     if split > 1 and product.mode == ADDED:
         # a power of two, because a program sums the squares of all its tiles into one number
         turns = triton.next_power_of_2(turns)
-    programs, batches = triton.cdiv(tiles, turns), triton.next_power_of_2(triton.cdiv(form.k, batch * split))
+    programs = triton.cdiv(tiles, turns)
     y, sums, tensors, epilogue = product.given(x, None, around, programs if split > 1 else tiles)
     columns = 4 if form.group == 32 and m <= 4 else 8
-    size = split * columns * (2 if product.mode == GATED else 1) * tiles * bn if split > 1 else 0
+    sums_of_row = tiles * bn
+    if product.mode == GATED:
+        sums_of_row *= 2
+    scratch = scratch_of(y, split, columns * sums_of_row)
+    batch = max(form.group, 64)
+    batches_of_part = triton.cdiv(form.k, batch * split)
+    batches = triton.next_power_of_2(batches_of_part)
+    width = batch // 4
     codes = of.weight.view(torch.int16)
-    elements = codes.view(of.form.n, form.k // batch, batch // 4).transpose(0, 1)
-    weight = TensorDescriptor.from_tensor(elements, [batches, bn, batch // 4])
-    scratch = torch.empty(size, dtype=torch.float32, device=x.device) if size else y
-    operands = (x.view(torch.int32), weight, codes, of.scale, of.zero, *tensors, scratch, arrived, m)
-    sizes = dict(BM=columns, T=turns, T_P=triton.next_power_of_2(turns), G=batches)
-    _small_m4[(programs, split)](*operands, F=form, E=epilogue, **sizes, **tile, **pdl(x))
+    elements = codes.view(of.form.n, form.k // batch, width)
+    weight = TensorDescriptor.from_tensor(elements.transpose(0, 1), [batches, bn, width])
+    constants["BM"] = columns
+    constants["T"] = turns
+    constants["T_P"] = triton.next_power_of_2(turns)
+    constants["G"] = batches
+    constants["F"] = form
+    constants["E"] = epilogue
+    operands = (x.view(torch.int32), weight, codes, of.scale, of.zero)
+    _small_m4[(programs, split)](*operands, *tensors, scratch, arrived, m, **constants)
     return y, sums
 
 
@@ -368,19 +390,22 @@ def _product4(
 
 def small_m_rows(product: EpilogueProduct) -> int:
     """Return the largest number of rows that the kernels support, 0 if they do not support the weight."""
-    form, weight, hopper = product.form, product.of.weight, capability(product.of.weight.device)
+    form = product.form
+    weight = product.of.weight
+    hopper = capability(weight.device)
     if weight.data_ptr() % 16 or form.table:
         return 0
     if form.bits == 8:
         return ROWS if form.k % 128 == 0 and hopper >= 9 else 0
-    whole = form.k % max(form.group, 64) == 0 and form.k <= MOST_INPUTS and product.rounded is None
-    most = ROWS_OF_32 if form.group == 32 else ROWS
-    return most if whole and hopper == 9 else 0  # the kernel for 4 bits was measured on Hopper only
+    if hopper != 9 or product.rounded is not None:
+        return 0  # the kernel for 4 bits was measured on Hopper only
+    whole = form.k % max(form.group, 64) == 0
+    if not whole or form.k > MOST_INPUTS:
+        return 0
+    return ROWS_OF_32 if form.group == 32 else ROWS
 
 
-def small_m(
-    product: EpilogueProduct, x: Tensor, around: Around, arrived: Tensor, tile: dict[str, int] | None = None
-) -> tuple[Tensor, Tensor | None]:
+def small_m(product: EpilogueProduct, x: Tensor, around: Around, arrived: Tensor, tile: Tile | None = None) -> Result:
     """Compute a product with its epilogue for x [m, K], where m is at most ``small_m_rows``.
 
     ``arrived`` i32 has a counter for every 16 outputs, zero before and after the call.  ``tile`` has sizes of the

@@ -98,28 +98,27 @@ def route(
     t, e = logits.shape
     weights = torch.empty((t, chosen), dtype=torch.float32, device=logits.device)
     ids = torch.empty((t, chosen), dtype=torch.int32, device=logits.device)
-    if t:
-        _route[(t,)](
-            logits,
-            logits if choice_bias is None else choice_bias,
-            weights,
-            ids,
-            ids if given is None else given,
-            logits.stride(0),
-            scale,
-            E=e,
-            P=triton.next_power_of_2(e),
-            K=chosen,
-            KP=triton.next_power_of_2(chosen),
-            SCORE=SCORES[score],
-            CHOICE=choice_bias is not None,
-            NORMALIZE=normalize,
-            ROUND=rounded,
-            FLOOR=floor,
-            GIVEN=given is not None,
-            num_warps=1,
-            **pdl(logits),
-        )
+    if not t:
+        return weights, ids
+    constants = pdl(logits)
+    constants["E"] = e
+    constants["P"] = triton.next_power_of_2(e)
+    constants["K"] = chosen
+    constants["KP"] = triton.next_power_of_2(chosen)
+    constants["SCORE"] = SCORES[score]
+    constants["CHOICE"] = choice_bias is not None
+    constants["NORMALIZE"] = normalize
+    constants["ROUND"] = rounded
+    constants["FLOOR"] = floor
+    constants["GIVEN"] = given is not None
+    constants["num_warps"] = 1
+    # the kernel does not read absent tensors
+    if choice_bias is None:
+        choice_bias = logits
+    if given is None:
+        given = ids
+    stride = logits.stride(0)
+    _route[(t,)](logits, choice_bias, weights, ids, given, stride, scale, **constants)
     return weights, ids
 
 
@@ -180,18 +179,12 @@ def assign(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, Tensor]:
     order = torch.empty(blocks * bm, dtype=torch.int32, device=ids.device)
     expert = torch.empty(blocks, dtype=torch.int32, device=ids.device)
     chunk = min(CHUNK, max(128, triton.next_power_of_2(pairs)))
-    _assign[(experts,)](
-        ids,
-        order,
-        expert,
-        pairs,
-        blocks,
-        E=experts,
-        P=triton.next_power_of_2(experts),
-        BM=bm,
-        CHUNK=chunk,
-        ONCE=pairs <= chunk,
-        num_warps=4 if chunk <= 512 else 8,
-        **pdl(ids),
-    )
+    constants = pdl(ids)
+    constants["E"] = experts
+    constants["P"] = triton.next_power_of_2(experts)
+    constants["BM"] = bm
+    constants["CHUNK"] = chunk
+    constants["ONCE"] = pairs <= chunk
+    constants["num_warps"] = 4 if chunk <= 512 else 8
+    _assign[(experts,)](ids, order, expert, pairs, blocks, **constants)
     return order, expert

@@ -26,6 +26,7 @@ from .launch import capability, kernel, pdl, wait
 from .quant import Quantized
 from .quant_epilogue import EpilogueProduct
 from .quant_gemv import FEW, WIDE, gemv
+from .weight_products import copied, result_of
 
 MULTIPROCESSORS = 132  # number of multiprocessors of the GPU on which tiles were measured
 DEFAULTS = {"TURNED": 0, "AHEAD": 0, "FAST": 0}  # of a tile
@@ -53,10 +54,12 @@ def rounded_but_large(x: Tensor, threshold: float) -> Tensor:
 
     The largest element below the threshold defines the step.  Elements that reach the threshold are unchanged.
     """
-    (m, k), y = x.shape, torch.empty_like(x)
+    m, k = x.shape
+    y = torch.empty_like(x)
     if m:
         block = min(triton.next_power_of_2(k), 8192)
-        _rounded[(m,)](x, y, threshold, K=k, BK=block, num_warps=8 if block > 2048 else 4, **pdl(x))
+        warps = 8 if block > 2048 else 4
+        _rounded[(m,)](x, y, threshold, K=k, BK=block, num_warps=warps, **pdl(x))
     return y
 
 
@@ -151,26 +154,43 @@ def product_tile(m: int, n: int, k: int, whole: bool) -> dict[str, int]:
     64 rows a multiprocessor runs one program with many loads in flight, or several programs.
     """
     if m <= 64:
-        bm, sk = max(16, triton.next_power_of_2(m)), 1
-        if n <= 4096:
-            sk = min(4 if m <= 32 else 1 if whole else 2, max(1, k // 1024))
-        alone = triton.cdiv(n, 64) * sk <= MULTIPROCESSORS
-        stages = 6 if alone else 4 if m <= 32 else 3
-        ahead = 512 if alone else 256
-        return dict(BM=bm, BN=64, BK=256, SK=sk, STAGES=stages, num_warps=4, TURNED=1, AHEAD=ahead)
+        return _tile_of_few(m, n, k, whole)
     bm, bn, bk, sk, stages, warps = 128, 256, 128, 1, 4, 8
     if m <= 128 and n >= WIDE:
-        bn, stages, warps = 128, 3 if whole else 6, 4
+        bn, warps = 128, 4
+        stages = 3 if whole else 6
     elif m <= 128:
-        bn, sk, stages, warps = 64, 2 if whole and n <= 4096 and k >= 1024 else 1, 8, 4
+        bn, stages, warps = 64, 8, 4
+        if whole and n <= 4096 and k >= 1024:
+            sk = 2
     elif m <= 256 and n >= WIDE:
         bm, bn = 256, 128
     elif m <= 256 and n > 4096:
         bn, stages, warps = 128, 6, 4
+    elif m <= 256 and whole:
+        bm, bn, stages, warps = 64, 128, 8, 4
     elif m <= 256:
-        bm, bn, bk, stages, warps = (64, 128, 128, 8, 4) if whole else (128, 64, 256, 4, 4)
-    tile = dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=stages, num_warps=warps)
-    return tile | dict(AHEAD=256 if m <= 256 else 0, FAST=int(not whole))
+        bn, bk, warps = 64, 256, 4
+    tile = {"BM": bm, "BN": bn, "BK": bk, "SK": sk, "STAGES": stages, "num_warps": warps}
+    tile["AHEAD"] = 256 if m <= 256 else 0
+    tile["FAST"] = int(not whole)
+    return tile
+
+
+def _tile_of_few(m: int, n: int, k: int, whole: bool) -> dict[str, int]:
+    """Return the tile of up to 64 rows, as ``product_tile``."""
+    sk = 1
+    if n <= 4096:
+        most = max(1, k // 1024)
+        sk = 4 if m <= 32 else 1 if whole else 2
+        sk = min(sk, most)
+    bm = max(16, triton.next_power_of_2(m))
+    stages, ahead = 3, 256
+    if triton.cdiv(n, 64) * sk <= MULTIPROCESSORS:  # a program is alone on its multiprocessor
+        stages, ahead = 6, 512
+    elif m <= 32:
+        stages = 4
+    return {"BM": bm, "BN": 64, "BK": 256, "SK": sk, "STAGES": stages, "num_warps": 4, "TURNED": 1, "AHEAD": ahead}
 
 
 def product(
@@ -187,35 +207,33 @@ def product(
     K must be a multiple of 16. ``arrived`` i32 has a counter for each tile, zero before and after the call.  Without it
     no sum is split.
     """
-    (m, k), n = x.shape, len(weight)
-    tile = {**DEFAULTS, **(tile or product_tile(m, n, k, x.dtype == torch.int8))}
+    m, k = x.shape
+    n = len(weight)
+    whole = x.dtype == torch.int8
+    constants = pdl(x) | DEFAULTS | (tile or product_tile(m, n, k, whole))
     # only for bfloat16: results of other dtypes have more significant bits than the sums of the tensor cores
-    tile["FAST"] &= int(y.dtype == torch.bfloat16)
-    if tile["AHEAD"] > k or capability(x.device) < 9:
-        tile["AHEAD"] = 0
-    tiles = triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"])
+    constants["FAST"] &= int(y.dtype == torch.bfloat16)
+    if constants["AHEAD"] > k or capability(x.device) < 9:
+        constants["AHEAD"] = 0
+    bm = constants["BM"]
+    bn = constants["BN"]
+    bk = constants["BK"]
+    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
     if arrived is None or tiles > len(arrived):
-        tile["SK"] = 1
+        constants["SK"] = 1
+    parts = constants["SK"]
     scratch = y
-    if tile["SK"] > 1:
-        kept = torch.int32 if x.dtype == torch.int8 else torch.float32
-        scratch = torch.empty(tiles * tile["SK"] * tile["BM"] * tile["BN"], dtype=kept, device=x.device)
-    _product[(tiles, tile["SK"])](
-        TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
-        TensorDescriptor.from_tensor(weight, [tile["BN"], tile["BK"]]),
-        weight,
-        x_scale,
-        scale,
-        y,
-        scratch,
-        y if arrived is None else arrived,
-        m,
-        N=n,
-        K=k,
-        WHOLE=x.dtype == torch.int8,
-        **tile,
-        **pdl(x),
-    )
+    if parts > 1:
+        kept = torch.int32 if whole else torch.float32
+        scratch = torch.empty(tiles * parts * bm * bn, dtype=kept, device=x.device)
+    constants["N"] = n
+    constants["K"] = k
+    constants["WHOLE"] = whole
+    inputs = TensorDescriptor.from_tensor(x, [bm, bk])
+    outputs = TensorDescriptor.from_tensor(weight, [bn, bk])
+    counters = y if arrived is None else arrived
+    arguments = (inputs, outputs, weight, x_scale, scale, y, scratch, counters, m)
+    _product[(tiles, parts)](*arguments, **constants)
     return y
 
 
@@ -225,13 +243,16 @@ def library(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor
     Its sums have the 14 bits of the tensor cores.  They are off by up to 1.6e-3 with 3,584 inputs and by less than 5e-3
     with 14,336. Rounding to bfloat16 adds up to 4e-3, and rounding to float8 3e-2 of a product.
     """
-    return torch._scaled_mm(x, weight.t(), x_scale, scale[None], out_dtype=y.dtype, use_fast_accum=True, out=y)
+    inputs = (x, weight.t(), x_scale, scale[None])
+    return torch._scaled_mm(*inputs, out_dtype=y.dtype, use_fast_accum=True, out=y)
 
 
 def by_library(m: int, n: int) -> bool:
     """Return whether torch's float8 product of m rows and n outputs is faster than the kernel, as measured on an
     H100."""
-    return m > 64 if n >= WIDE else m > (128 if n > 4096 else 256)
+    if n >= WIDE:
+        return m > 64
+    return m > (128 if n > 4096 else 256)
 
 
 class ScaledProduct:
@@ -241,7 +262,8 @@ class ScaledProduct:
     """
 
     def __init__(self, weight: Tensor, scale: Tensor) -> None:
-        self.weight, self.scale = weight, scale
+        self.weight = weight
+        self.scale = scale
         n, k = weight.shape
         self.wide = Quantized(weight, scale)  # the product with x that is not rounded to 8 bits
         self.even = k % 16 == 0  # whether the copy engine can load rows, which must have a multiple of 16 elements
@@ -249,20 +271,24 @@ class ScaledProduct:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute the product [M, N] of x [M, K] of any strides, in ``out`` if it is not None."""
-        m, n = len(x), len(self.weight)
+        m = len(x)
+        dtype = self.weight.dtype
         if not self.even:
-            q, scale = rows(x.contiguous(), self.weight.dtype)
-            return self.wide((q.float() * scale).to(x.dtype), out)
-        y = out if out is not None and out.is_contiguous() else x.new_empty(m, n)
+            q, scale = rows(x.contiguous(), dtype)
+            rounded = (q.float() * scale).to(x.dtype)
+            return self.wide(rounded, out)
+        y = result_of(x, len(self.weight), out)
         if 0 < m <= FEW:  # few rows are limited by reading the weight, which the kernel without rounding reads faster
-            q, scale = rows(x.contiguous(), self.weight.dtype, x.dtype)
+            q, scale = rows(x.contiguous(), dtype, x.dtype)
             gemv(EpilogueProduct(self.wide), q, y=y, by_row=scale)
         elif m:
-            self.of_rows(*rows(x.contiguous(), self.weight.dtype), y)
-        return y if out is None or y is out else out.copy_(y)
+            q, scale = rows(x.contiguous(), dtype)
+            self.of_rows(q, scale, y)
+        return copied(y, out)
 
     def of_rows(self, q: Tensor, scale: Tensor, y: Tensor) -> Tensor:
         """Compute y [M, N] of quantized rows q [M, K] with scale [M, 1], for M >= 1 and K a multiple of 16."""
-        if self.library and y.dtype == torch.bfloat16 and by_library(len(q), len(self.weight)):
-            return library(q, scale, self.weight, self.scale, y)
-        return product(q, scale, self.weight, self.scale, y, arrived=self.wide.arrived)
+        weight = self.weight
+        if self.library and y.dtype == torch.bfloat16 and by_library(len(q), len(weight)):
+            return library(q, scale, weight, self.scale, y)
+        return product(q, scale, weight, self.scale, y, arrived=self.wide.arrived)

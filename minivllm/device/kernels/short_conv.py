@@ -70,7 +70,8 @@ def _conv(
 
 def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, step: StepStates) -> Tensor:
     """Return ``c * conv(b * x)`` [T, channels], as ``device.layers.short_conv.convolve``."""
-    tokens, rows = len(mixed), len(step.rows)
+    tokens = len(mixed)
+    rows = len(step.rows)
     channels, width = weight.shape
     out = torch.empty(tokens, channels, dtype=mixed.dtype, device=mixed.device)
     if not tokens:
@@ -79,11 +80,16 @@ def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, s
     columns = min(CHANNELS, triton.next_power_of_2(channels))
     grid = (tokens, triton.cdiv(channels, columns))
     of_rows = (step.rows, step.start, step.behind, step.cu_q)
-    shape = {"C": channels, "W": width, "RING": ring.shape[1], "BC": columns}
     given = weight if bias is None else bias
     # ``rows.bit_length()`` is the number of steps of the kernel's binary search for the row of a token
     numbers = (mixed.stride(0), rows, rows.bit_length())
-    launch = {"BIAS": bias is not None, "num_warps": 4, **pdl(mixed)}
-    _conv[grid](mixed, weight, given, ring, *of_rows, u, out, *numbers, **shape, **launch)
+    constants = pdl(mixed)
+    constants["C"] = channels
+    constants["W"] = width
+    constants["RING"] = ring.shape[1]
+    constants["BC"] = columns
+    constants["BIAS"] = bias is not None
+    constants["num_warps"] = 4
+    _conv[grid](mixed, weight, given, ring, *of_rows, u, out, *numbers, **constants)
     keep(u, ring, step, width - 1)
     return out

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language import target_info
 
 
@@ -44,3 +46,10 @@ def together(acc, scratch, arrived, row, tile, part, om, on, N: tl.constexpr, SK
                 acc += tl.load(at + i * step, cache_modifier=".cg")
             tl.store(counter, 0)
     return acc, last
+
+
+def scratch_of(like: Tensor, parts: int, sums: int) -> Tensor:
+    """Return f32 memory for the ``sums`` sums of each of ``parts`` programs; ``like`` if no sum is split."""
+    if parts == 1:
+        return like
+    return torch.empty(parts * sums, dtype=torch.float32, device=like.device)

@@ -8,6 +8,8 @@ The references are ``read_rows`` and ``accept`` of ``device.worker.step``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,46 @@ from .launch import kernel, pdl, wait
 
 _EOS, _STOP, _LENGTH, _NAN = (tl.constexpr(x) for x in (EOS, STOP_ID, LENGTH, NAN))
 _OVERSHOOT, _FAILED = tl.constexpr(OVERSHOOT), tl.constexpr(FAILED)
+
+
+def history_of(state) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens i32 of each slot, the number of known tokens, and u8 1 for slots that have ended."""
+    stopped = state.stopped.view(torch.uint8)
+    return state.tokens, state.known, stopped
+
+
+def ends_of(state) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the columns of ``state`` by which a token ends its sequence."""
+    return state.end, state.min_end, state.stop_ids, state.n_eos
+
+
+def dropped_of(state) -> Tensor:
+    """Return the numbers of tokens that compression removed, or a tensor that the kernels do not read."""
+    return state.known if state.dropped is None else state.dropped
+
+
+def place_constants(state, like: Tensor) -> dict[str, Any]:
+    """Return the constants of kernels that compute the cache slots of rows, and their launch options."""
+    constants = pdl(like)
+    constants["BLOCK"] = state.block
+    constants["GROUPS"] = state.table.shape[0]
+    constants["SLOTS"] = state.table.shape[1]
+    constants["DROPS"] = state.dropped is not None
+    constants["num_warps"] = 1
+    return constants
+
+
+def draw_constants(tiles: int, like: Tensor) -> dict[str, Any]:
+    """Return the constants of kernels that accept drawn tokens, and their launch options.
+
+    ``tiles`` is the number of tiles of the vocabulary with a largest logit each.
+    """
+    constants = pdl(like)
+    constants["TILES"] = tiles
+    constants["P"] = triton.next_power_of_2(tiles)
+    constants["IDS"] = STOP_IDS
+    constants["num_warps"] = 1
+    return constants
 
 
 @kernel("slots", "ids", "position", "kv_len", "slot_map", "rows")
@@ -49,28 +91,11 @@ def begin(slots: Tensor, state, ids: Tensor, position: Tensor, kv_len: Tensor, s
     The inputs are ids and position i64 [R], kv_len i32 [G, R] and slot_map i64 [G, R].  Ended rows write to the null
     block.
     """
-    groups, size, _ = state.table.shape
-    _begin[(len(slots),)](
-        slots,
-        state.tokens,
-        state.known,
-        state.stopped.view(torch.uint8),
-        state.table,
-        ids,
-        position,
-        kv_len,
-        slot_map,
-        state.known if state.dropped is None else state.dropped,
-        state.tokens.stride(0),
-        state.table.stride(1),
-        len(slots),
-        BLOCK=state.block,
-        GROUPS=groups,
-        SLOTS=size,
-        DROPS=state.dropped is not None,
-        num_warps=1,
-        **pdl(ids),
-    )
+    rows = len(slots)
+    constants = place_constants(state, ids)
+    inputs = (ids, position, kv_len, slot_map)
+    strides = (state.tokens.stride(0), state.table.stride(1))
+    _begin[(rows,)](slots, *history_of(state), state.table, *inputs, dropped_of(state), *strides, rows, **constants)
 
 
 @kernel("slots", "out", "rows")
@@ -86,8 +111,9 @@ def _gather(slots, a, b, c, d, out, rows, PDL: tl.constexpr):
 
 def gather(slots: Tensor, columns: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Return four columns i64 [S] at ``slots`` i64 [R], each i64 [R]."""
-    out = torch.empty(4, len(slots), dtype=torch.int64, device=slots.device)
-    _gather[(len(slots),)](slots, *columns, out, len(slots), num_warps=1, **pdl(out))
+    rows = len(slots)
+    out = torch.empty(4, rows, dtype=torch.int64, device=slots.device)
+    _gather[(rows,)](slots, *columns, out, rows, num_warps=1, **pdl(out))
     return tuple(out)
 
 
@@ -132,25 +158,9 @@ def commit(slots: Tensor, drawn: Tensor, best: Tensor, state, out: Tensor, width
     later readers.  ``best`` is the result of ``best_of_tiles`` or of a sampler.  Rows whose largest logit is not finite
     end with NAN.
     """
-    best, tiles = best.float().contiguous(), best.shape[1]
-    _commit[(len(slots),)](
-        slots,
-        drawn,
-        best,
-        state.tokens,
-        state.known,
-        state.stopped.view(torch.uint8),
-        state.end,
-        state.min_end,
-        state.stop_ids,
-        state.n_eos,
-        out,
-        state.tokens.stride(0),
-        width,
-        len(slots),
-        TILES=tiles,
-        P=triton.next_power_of_2(tiles),
-        IDS=STOP_IDS,
-        num_warps=1,
-        **pdl(out),
-    )
+    best = best.float().contiguous()
+    constants = draw_constants(best.shape[1], out)
+    rows = len(slots)
+    columns = (*history_of(state), *ends_of(state))
+    stride = state.tokens.stride(0)
+    _commit[(rows,)](slots, drawn, best, *columns, out, stride, width, rows, **constants)

@@ -226,8 +226,7 @@ def attend_explicit(
     shape = (rows, kv_heads, -1, n)
     by_head = q.float().permute(0, 2, 1, 3)
     queries = by_head.reshape(rows, kv_heads, -1, spec.dim_qk)
-    keys_by_head = k.float().permute(0, 2, 3, 1)
-    products = queries @ keys_by_head
+    products = queries @ k.float().permute(0, 2, 3, 1)
     s = products.view(*shape, keys)
     s = s * spec.softmax_scale
     if spec.softcap is not None:
@@ -246,8 +245,7 @@ def attend_explicit(
         of_sink = (sink - peak).exp_()
         total = total + of_sink
     weights = p.view(rows, kv_heads, -1, keys)
-    values_by_head = v.float().permute(0, 2, 1, 3)
-    summed = weights @ values_by_head
+    summed = weights @ v.float().permute(0, 2, 1, 3)
     o = summed.view(*shape, spec.dim_v)
     o = o / total
     outputs = o.reshape(rows, spec.heads, n, spec.dim_v)
