@@ -437,7 +437,7 @@ def check(spec: DecoderSpec) -> None:
 
 def _words(layer: LayerSpec) -> Iterator[tuple[str, Any, Collection[Any]]]:
     """Yield (field, value, accepted values) of the fields of a layer that select one of several computations."""
-    yield "norms", layer.norms, NORMS
+    yield "norms", layer.norms, tuple(NORMS)
     yield "qk_norm", layer.qk_norm, (None, HEAD, WIDTH, HEADS)
     mlp = layer.mlp
     if isinstance(mlp, Experts):

@@ -75,8 +75,8 @@ class Embedding(Module):
         if self.scheme is None:
             fill(self.weight, mine)
         else:
-            only, _ = self.info.parts[0]
-            self.scheme.load(param, mine, only)
+            whole, _ = self.info.parts[0]
+            self.scheme.load(param, mine, whole)
 
     def finish(self) -> None:
         if self.scheme is not None:

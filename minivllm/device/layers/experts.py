@@ -147,9 +147,9 @@ class Mixture(NormFusing):
         mlp = self.spec.shared
         self.shared: tuple[Callable[[Normed], Tensor], Linear] | None = None
         if mlp is not None:
-            name_of = name + ".shared"
-            up = parts.mlp_up(name_of, hidden, mlp)
-            down = parts.mlp_down(name_of, hidden, mlp)
+            prefix = name + ".shared"
+            up = parts.mlp_up(prefix, hidden, mlp)
+            down = parts.mlp_down(prefix, hidden, mlp)
             self.shared = up, down
         self.shared_gate: NormedLinear | None = None
         if self.spec.shared_gate:
@@ -304,10 +304,10 @@ class Mixture(NormFusing):
                 f"the router hook gave {', '.join(found)} for {self.name}: expected (weights, ids), each {wanted}"
             )
         weights, ids = given
-        last = self.spec.count - 1
-        wrong = (ids < 0) | (ids > last)  # checked before the cast from 64 to 32 bits, which could wrap
+        count = self.spec.count
+        wrong = (ids < 0) | (ids >= count)  # checked before the cast from 64 to 32 bits, which could wrap
         weights = weights.float().masked_fill(wrong, torch.nan)
-        ids = ids.clamp(0, last).int()
+        ids = ids.clamp(0, count - 1).int()
         return weights.contiguous(), ids.contiguous()
 
     def with_norm(self, norm: RMSNorm, whole: bool) -> Joined:

@@ -264,8 +264,8 @@ class ModuleParts:
         every = []
         for e in range(count):
             for part, rows in parts:
-                name_of = f"{e}.{part}" if part else str(e)
-                every.append((name_of, rows))
+                stacked = f"{e}.{part}" if part else str(e)
+                every.append((stacked, rows))
         info = self._info(name, "experts", inp, every, bias=bias, split=split, experts=count)
         scheme = self._scheme(info)
         if scheme is None:

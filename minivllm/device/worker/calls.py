@@ -114,11 +114,11 @@ class SampleCalls(ABC):
             part = logits[index]
             its = rows.pick(index)
         its.variant = variant
-        apply = self.chain.made[p].apply
+        processor = self.chain.made[p]
         columns = self.state.processors[p].columns
         try:
             its.own_logits = self.own_logits(p, some)
-            self.run(p, apply, part, its, columns)
+            self.run(p, processor.apply, part, its, columns)
         except Exception as e:
             self.fail(p, e, some)
             part.zero_()

@@ -224,8 +224,8 @@ class OwnModel(DraftModel):
         step.restrict(calls, state, logits, rows)
         drawn = calls.draw(logits, rows)
         tokens = drawn.tokens.clamp_(0, logits.shape[1] - 1)
-        longest = state.tokens.shape[1]
-        at = position.clamp(max=longest - 1)
+        last = state.tokens.shape[1] - 1
+        at = position.clamp(max=last)
         state.tokens[slots, at] = tokens.int()
         return tokens
 

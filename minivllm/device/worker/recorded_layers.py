@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .query_store import StepQueries
     from .runner import Runner
 
-# a function that runs the layers of a step, and the tensors of its ``graphs.Captured`` by field
+# a function that runs the layers of a step, and the tensors of its ``Captured`` by field
 LayersRun = tuple[Callable[[], None], dict[str, Any]]
 
 

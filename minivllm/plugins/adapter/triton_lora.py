@@ -242,15 +242,15 @@ class LoraProduct:
         block_k = 128
         stages = 3
         if groups.few:
-            span = triton.cdiv(span, SPLITS)
+            span = -(-span // SPLITS)  # ``triton.cdiv`` on the host takes microseconds, and each layer calls this
             block_k = 512
             stages = 2
         block_k = max(32, min(block_k, 16384 // self.width))
-        blocks = triton.cdiv(span, block_k)
+        blocks = -(-span // block_k)
         if blocks == 1:
             stages = 1
         span = blocks * block_k
-        splits = triton.cdiv(self.inputs, span)
+        splits = -(-self.inputs // span)
         shape = splits, self.parts, groups.tokens, self.width
         h = torch.empty(shape, dtype=torch.float32, device=x.device)
         options = {"BT": tile, "BK": block_k, "SPAN": span, "num_warps": 4, "num_stages": stages}
