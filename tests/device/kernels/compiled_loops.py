@@ -15,6 +15,7 @@ from triton.runtime import driver
 
 from minivllm.core.interfaces.quantizer import StoredWeight
 from minivllm.device.kernels import grouped, packed_experts, quant, quant_large_m
+from minivllm.device.kernels.experts import Division
 
 MADE: list[Any] = []
 
@@ -101,8 +102,7 @@ def experts(bits: int) -> None:
     for tokens in (16, 512):
         x, ids = empty(tokens, 512, dtype=torch.bfloat16), empty(tokens, 2, dtype=torch.int32)
         order, expert = empty(tokens * 4, dtype=torch.int32), empty(tokens, dtype=torch.int32)
-        given = (empty(tokens, 2), order, expert, empty(1), 0.0, {"PARTS": 0, "PARTS_P": 1})
-        made._grouped(x, ids, *given)
+        made._grouped(x, ids, empty(tokens, 2), order, expert, Division(x, 0.0, 0))
 
 
 def main() -> None:
