@@ -72,7 +72,7 @@ def dots_tile(rows: int, n: int, k: int) -> dict[str, int]:
 
     Sums are split until there are enough programs for the device.
     """
-    bm = min(128, max(16, triton.next_power_of_2(rows)))
+    bm = next((size for size in (16, 32, 64) if rows <= size), 128)
     programs = triton.cdiv(n, 64) * triton.cdiv(rows, bm)
     enough = PROGRAMS[bm > 16]
     sk = 1

@@ -147,7 +147,7 @@ def matmul_tile(form: Form, rows: int, tma: bool) -> dict[str, int]:
     wide = form.n >= WIDE
     if tma:
         return _tma_tile(form, rows, wide and not four)
-    most = min(256, max(16, triton.next_power_of_2(rows)))
+    most = next((size for size in (16, 32, 64, 128) if rows <= size), 256)
     table = FOUR_BITS if four else EIGHT_BITS
     bn, bk, sk, stages, warps = table[most, wide]
     bm = min(most, 256 if wide else 128)
