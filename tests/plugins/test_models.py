@@ -175,6 +175,7 @@ TABLE = DecoderSpec(61, 32, (LayerSpec(AttnSpec(4, 2, 8, 8), MLP(48), Rope(8, 10
     "change, message",
     [
         ({"norms": "arround"}, "layer 0: norms='arround': expected one of before, after, around"),
+        ({"norms": ["before"]}, "layer 0: norms=['before']: expected one of before, after, around"),
         ({"qk_norm": "rows"}, "layer 0: qk_norm='rows': expected one of None, head, width, heads"),
         ({"mlp": MLP(48, "mish")}, "layer 0: mlp.activation='mish': expected one of silu, gelu, "),
         ({"mlp": Experts(4, 2, 8, "mish")}, "layer 0: mlp.activation='mish': expected one of silu, gelu, "),
