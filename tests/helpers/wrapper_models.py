@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -120,17 +119,26 @@ LAYOUTS = {
     "llm": ("llm.model.", "llm.lm_head.", ""),
     "text_model": ("model.text_model.", "lm_head.", "model."),
     "twice": ("model.language_model.model.", "model.language_model.lm_head.", "model."),
+    # Voxtral and Qwen2-Audio, saved by transformers 5.17
+    "head outside": ("language_model.model.model.", "language_model.lm_head.", ""),
 }
-BODIES = re.compile(r"^model\.(language_model|text_model)\.")
+
+
+def body_of(hf: Any) -> str:
+    """Return the beginning of the names of the text model's tensors in transformers' model, without the head's."""
+    embedding = hf.get_input_embeddings()
+    name = next(name for name, module in hf.named_modules() if module is embedding)
+    return name.rpartition(".")[0] + "."
 
 
 def relay(path: Path, hf: Any, layout: str) -> int:
     """Write the tensors of a model under the names of a layout, and return how many do not belong to the text model."""
     body, head, other = LAYOUTS[layout]
+    old_body = body_of(hf)
     tensors, others = {}, 0
     for name, tensor in hf.state_dict().items():
-        if BODIES.match(name):
-            name = BODIES.sub(body, name)
+        if name.startswith(old_body):
+            name = body + name.removeprefix(old_body)
         elif name.startswith("lm_head."):
             if hf.lm_head.weight is hf.get_input_embeddings().weight:
                 continue

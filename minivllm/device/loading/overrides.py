@@ -32,10 +32,11 @@ UNREAD = {  # keys that are never read -> reason
     "sep_token_id": "of training", "initializer_range": "of training", "gradient_checkpointing": "of training",
     "attention_dropout": "of training", "hidden_dropout": "of training", "resid_pdrop": "of training",
     "embd_pdrop": "of training", "attn_pdrop": "of training", "residual_dropout": "of training",
+    "output_router_logits": "of training", "router_aux_loss_coef": "of training",
     "use_cache": "there is always a cache", "return_dict": "form of the output", "output_attentions": "not given out",
     "output_hidden_states": "not given out", "problem_type": "of classifiers", "id2label": "of classifiers",
     "label2id": "of classifiers", "is_encoder_decoder": "only decoders are served",
-    "chunk_size_feed_forward": "it saves memory only",
+    "chunk_size_feed_forward": "it saves memory only", "ignore_keys_at_rope_validation": "of transformers' checks",
 }  # fmt: skip
 # older rotary fields, known for a configuration class with ``rope_parameters``
 OLDER = {*ROPE, "partial_rotary_factor", "original_max_position_embeddings"}

@@ -152,7 +152,7 @@ class TensorNames:
     def _of_text(self, name: str) -> str | None:
         """Return the name of a checkpoint's tensor in the text model; None for a tensor of another model."""
         if not name.startswith(self.prefix):
-            return name if self.placed(name) else None
+            return self._beside(name)
         text = self._rooted(name.removeprefix(self.prefix))
         if self.placed(text) or OWN_PREFIX.search(self.prefix):
             return text
@@ -160,6 +160,17 @@ class TensorNames:
             return None
         foreign = any(OTHER.fullmatch(word) for word in text.split("."))
         return None if foreign else text
+
+    def _beside(self, name: str) -> str | None:
+        """Return the name in the text model of a tensor without the prefix of its layers; None for another model.
+
+        transformers 5.17 saves Voxtral with ``language_model.model.model.layers`` and ``language_model.lm_head``.
+        """
+        if self.placed(name):
+            return name
+        outer = self.prefix.removesuffix(".").rpartition(".")[0] + "."
+        text = name.removeprefix(outer)
+        return text if OWN_PREFIX.search(outer) and text != name and self.placed(text) else None
 
     def _rooted(self, name: str) -> str:
         """Return a tensor name with the first part that it lacks (such as "model."), as in files of a model without its

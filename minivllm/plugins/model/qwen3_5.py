@@ -73,9 +73,9 @@ class Qwen3Next(Qwen35):
     """
 
     def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
-        if fields.sparse_layers(cfg)[layer]:
-            return _experts(cfg, Router(normalize=cfg.norm_topk_prob))
-        return super().mlp(cfg, layer)
+        dense = super().mlp(cfg, layer)
+        sparse = fields.sparse_layers(cfg)[layer]
+        return _experts(cfg, Router(normalize=cfg.norm_topk_prob)) if sparse else dense
 
     def describe(self, cfg: Any) -> DecoderSpec:
         spec = super().describe(cfg)

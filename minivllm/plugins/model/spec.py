@@ -6,17 +6,12 @@ from typing import Any
 from minivllm.device.native import library
 from minivllm.registration.spec import ANY, Needs, PluginQuery, Reason, Spec
 
-# fields of the training loss, and of the form of transformers' output
-TRAINED = ("output_router_logits", "router_aux_loss_coef")
 # transformers computes ``layer_types`` from these fields, and ``layer_types`` is read
 WINDOWS = ("use_sliding_window", "max_window_layers")
-# fields of multi-token prediction, which is left out
-MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 # model type -> fields of transformers' config class that have no effect, in addition to those that every model ignores
 IGNORED: Mapping[str, tuple[str, ...]] = {
     "bloom": ("pretraining_tp", "slow_but_exact"),
     "gemma3_text": ("attn_logit_softcapping",),
-    "glm4": ("ignore_keys_at_rope_validation",),
     # the softmax is always in float32, so that reorder_and_upcast_attn has no effect
     "gpt2": (
         "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
@@ -24,23 +19,18 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
     ),
     # transformers computes ``attention_layers`` from attention_types, and ``attention_layers`` is read
     "gpt_neo": ("attention_types", "resid_dropout", "embed_dropout", "classifier_dropout"),
-    "gpt_oss": (*TRAINED, "hidden_act"),
+    "gpt_oss": ("hidden_act",),
     "lfm2": ("full_attn_idxs",),
-    "lfm2_moe": ("output_router_logits",),
     "llama": ("pretraining_tp",),
-    "mixtral": (*TRAINED, "router_jitter_noise"),
+    "mixtral": ("router_jitter_noise",),
     "mpt": ("max_seq_len", "learned_pos_emb", "init_device", "embedding_fraction", "norm_type", "emb_pdrop"),
     "opt": ("dropout", "init_std", "layerdrop"),
     "phi3": ("original_max_position_embeddings",),
     "qwen2": WINDOWS,
-    "qwen2_moe": (*WINDOWS, *TRAINED),
+    "qwen2_moe": WINDOWS,
     "qwen3": WINDOWS,
-    "qwen3_moe": (*TRAINED, "use_sliding_window"),
-    "qwen3_5_text": MTP,
-    "qwen3_5_moe_text": (*TRAINED, *MTP),
-    "qwen3_next": (*TRAINED, *MTP),
+    "qwen3_moe": ("use_sliding_window",),
     "smollm3": ("use_sliding_window", "no_rope_layer_interval"),
-    "stablelm": ("ignore_keys_at_rope_validation",),
     "starcoder2": ("embedding_dropout",),
 }  # fmt: skip
 

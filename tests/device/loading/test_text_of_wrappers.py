@@ -7,11 +7,15 @@ import re
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from wrapper_models import LAYOUTS, NATIVE, OTHERS, PROMPT, greedy, logits, make, relay
+from transformers import CONFIG_MAPPING
+from transformers.models.aria import modeling_aria
+from wrapper_models import LAYOUTS, NATIVE, OTHERS, PROMPT, body_of, greedy, logits, make, relay
 
 import minivllm
 from minivllm import LLM, SamplingParams
+from minivllm.errors import ModelError
 
 SIZES = {
     "device": "cpu", "dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 64, "num_kvcache_blocks": 64,
@@ -53,9 +57,16 @@ def count(sentences):
     [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in sorted((*NATIVE, *OTHERS))],
 )
 def test_the_text_model_gives_what_the_whole_gives_for_text(model_type, tmp_path):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     hf = make(tmp_path, model_type)
+    if model_type == "aria" and hasattr(modeling_aria, "sequential_experts_gemm"):
+        # up to transformers 5.17, Aria's experts copy the numbers of their tokens to the host
+        with pytest.raises(ModelError, match="AriaTextForCausalLM cannot run without values of tensors on the host"):
+            answer(tmp_path)
+        return
     skipped = same(tmp_path, hf)
-    text = sum(name.startswith(("model.language_model.", "model.text_model.", "lm_head.")) for name in hf.state_dict())
+    text = sum(name.startswith((body_of(hf), "lm_head.")) for name in hf.state_dict())
     text -= hf.lm_head.weight is hf.get_input_embeddings().weight
     stored = len(load_file(tmp_path / "model.safetensors"))
     if model_type in NATIVE and "moe" not in model_type and "hybrid" not in model_type:
