@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -149,10 +150,17 @@ class Seen(Counter):
         assert not weak, f"the test itself is too weak: met {weak}, expected at least {required}"
 
 
-def _seeded(test: Any) -> Any:
-    if SEED not in os.environ:
-        return test
-    return seed(int(os.environ[SEED]))(test)
+def _seeded(test: Any, named: Any) -> Any:
+    """Return a property test or a state machine with a seed: that of ``SEED``, or a number from the name of ``named``.
+
+    hypothesis itself would derive a seed from the source text, so that every edit of a test would draw other examples.
+    """
+    if SEED in os.environ:
+        number = int(os.environ[SEED])
+    else:
+        name = f"{named.__module__}.{named.__qualname__}"
+        number = zlib.crc32(name.encode())
+    return seed(number)(test)
 
 
 class Conformance:
@@ -257,7 +265,7 @@ class Conformance:
             stateful_step_count=steps,
             deadline=None,
             database=None,
-            derandomize=SEED not in os.environ,
+            derandomize=True,
             phases=phases,
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
@@ -272,13 +280,13 @@ class Conformance:
 
         def run(test: Callable[..., None]) -> None:
             property_test = self.settings(n)(given(*strategies, **named)(test))
-            _seeded(property_test)()
+            _seeded(property_test, test)()
 
         return run
 
     def run_machine(self, machine: type[RuleBasedStateMachine], n: int, steps: int = 50) -> None:
         """Run a hypothesis state machine ``n`` times (in the fast profile), up to ``steps`` rules each time."""
-        run_state_machine_as_test(_seeded(machine), settings=self.settings(n, steps))
+        run_state_machine_as_test(_seeded(machine, machine), settings=self.settings(n, steps))
 
     # ---- bookkeeping of each test --------------------------------------------------------------------------------
 
