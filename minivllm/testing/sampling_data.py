@@ -13,7 +13,7 @@ from torch import Tensor
 from minivllm.core.interfaces.params import SamplingParams
 
 from .drawing import one_of, whole
-from .sampling_rows import BANS, DRAWS, MAX_LEN, PENALTIES, SampledSeq, normal_logits, values_of
+from .sampling_rows import BANS, DRAWS, MAX_LEN, PENALTIES, VALUES, SampledSeq, normal_logits, values_of
 
 Keywords = st.SearchStrategy[dict[str, Any]]
 DRAWN = (*DRAWS, "typical_p")
@@ -46,6 +46,26 @@ def keywords_of(reads: Collection[str], params: Sequence[Mapping[str, Any]], voc
     if found:
         return st.one_of(found)
     return None if reads else st.just({})
+
+
+def random_keywords(
+    rng: np.random.Generator, reads: Collection[str], params: Sequence[Mapping[str, Any]], vocab: int
+) -> dict[str, Any]:
+    """Return random keywords of SamplingParams that a sampler reads, or one of ``params``, its own parameters.
+
+    Most cases set several limits, as an error in their order needs two that have an effect.  Mirostat replaces them.
+    """
+    if params and rng.random() < 0.5:
+        return dict(params[int(rng.integers(len(params)))])
+    names = [name for name in (*DRAWS, "typical_p") if name in reads and rng.random() < 0.75]
+    if "mirostat_tau" in reads and rng.random() < 0.5:
+        names = ["mirostat_tau", *(name for name in names if name == "temperature")]
+    many = {"top_k": range(1, vocab + 2), "top_p": (*VALUES["top_p"], 0.7512345, 0.853579)}
+    requested = {}
+    for name in names:
+        values = many.get(name, VALUES[name])
+        requested[name] = values[int(rng.integers(len(values)))]
+    return requested
 
 
 class Noted(dict[str, Any]):
