@@ -76,9 +76,9 @@ class KeepsHistories(NGram):
 
 
 class OnTheHost(NGram):
-    """Right.  It uses Python lists, and returns fewer drafts than requested if there are no more."""
+    """Right.  It uses Python lists on the CPU, and returns fewer drafts than requested if there are no more."""
 
-    spec = spec("OnTheHost")
+    spec = replace(spec("OnTheHost"), limits={"device": {"cpu"}})
 
     def propose(self, ask):
         out = torch.zeros(len(ask.slots), ask.k, dtype=torch.int64)

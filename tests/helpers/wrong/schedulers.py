@@ -357,7 +357,10 @@ class Gathers(SchedulerPolicy):
 
 
 class FairShare(SchedulerPolicy):
-    """Right.  A virtual clock for each tenant never lags behind the arrivals, and forks are not counted."""
+    """Right.  A virtual clock for each tenant never lags behind the arrivals, and forks are not counted.
+
+    A clock that the arrivals have passed is deleted.
+    """
 
     spec = spec("FairShare", "starvation_free")
 
@@ -370,6 +373,8 @@ class FairShare(SchedulerPolicy):
         for tenant, arrival, work in zip(new.tenant.tolist(), new.arrival.tolist(), new.prompt.tolist(), strict=True):
             keys.append(max(arrival, self.clock.get(tenant, 0.0)))
             self.clock[tenant] = keys[-1] + 0.01 * work
+        newest = new.arrival.max(initial=0.0)
+        self.clock = {tenant: clock for tenant, clock in self.clock.items() if clock > newest}
         return np.array(keys)
 
 
