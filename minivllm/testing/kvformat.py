@@ -35,7 +35,7 @@ from .kvformat_data import (
     number_of_blocks,
     same_bits,
 )
-from .kvformat_sizes import KVFormatSizes, Layer
+from .kvformat_sizes import KVFormatSizes, StoredLayer
 from .spec import SpecConformance
 from .waiting import no_wait, waits
 
@@ -248,7 +248,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         shared = st.builds(in_k, heads, dims, dims)
         return st.one_of(separate, separate, shared)
 
-    def _values(self, layer: Layer, kind: str, n: int, dtype: str) -> tuple[Tensor, Tensor]:
+    def _values(self, layer: StoredLayer, kind: str, n: int, dtype: str) -> tuple[Tensor, Tensor]:
         """Return random k and v of n tokens, as slices of one tensor like the output of a merged projection."""
         spec = layer.spec
         shape_k = (n, spec.kv_heads, spec.dim_qk)
@@ -264,7 +264,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         flat_k, flat_v = merged.split(widths, dim=1)
         return flat_k.view(shape_k), flat_v.view(shape_v)
 
-    def _load(self, layer: Layer, cache: Cache, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    def _load(self, layer: StoredLayer, cache: Cache, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Return k and v [slots, kv_heads, dim] of the whole cache, on the CPU."""
         every = self._numbers(range(number_of_blocks(cache)))
         k, v = layer.fmt.load(cache, every, dtype)
@@ -310,7 +310,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             slots = places[:n]
             if seed % 2:
                 slots = slots.sort().values
-            layer = Layer(fmt, spec, block)
+            layer = StoredLayer(fmt, spec, block)
             values = self._values(layer, kind, n, dtype)
             self._check_store(layer, cache, values, slots, f"{dtype} {kind}, {n} tokens")
             seen[kind] += 1
@@ -326,7 +326,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         if any(dim % 2 for dim in self.sizes["dims"]):
             seen.require(odd=20)
 
-    def _check_store(self, layer: Layer, cache: Cache, values: tuple, slots: Tensor, case: str) -> None:
+    def _check_store(self, layer: StoredLayer, cache: Cache, values: tuple, slots: Tensor, case: str) -> None:
         """Store k and v of some tokens, and fail unless exactly their slots change and hold them.
 
         ``values`` are k and v [T, kv_heads, dim], ``slots`` int64 [T].  ``case`` describes the test in messages.
@@ -366,7 +366,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         tiny = all(number < FLOOR for number in greatest)
         return FLOOR if tiny and self._scaled(fmt) else 0.0
 
-    def _limits(self, layer: Layer, values: Sequence[Tensor]) -> list[Tensor]:
+    def _limits(self, layer: StoredLayer, values: Sequence[Tensor]) -> list[Tensor]:
         """Return the allowed errors of k and v.
 
         If the values are a part of the keys, they have the keys' allowed errors.
@@ -434,7 +434,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             cache = self.cache(layout, blocks)
             slots = torch.arange(n, device=place)
             fmt.store(cache, k.to(place), v.to(place), slots)
-            loaded_k, loaded_v = self._load(Layer(fmt, spec, block), cache, dtype)
+            loaded_k, loaded_v = self._load(StoredLayer(fmt, spec, block), cache, dtype)
             assert_bits(f"k in {name}", loaded_k[:n], k)
             assert_bits(f"v in {name}", loaded_v[:n], v)
 
@@ -454,7 +454,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
                 if layout is None:
                     continue
                 cache = self.cache(layout, 6)
-                layer = Layer(fmt, spec, block)
+                layer = StoredLayer(fmt, spec, block)
                 k, v = self._values(layer, "normal", 6 * block, "float32")
                 every = self._numbers(range(6 * block))
                 fmt.store(cache, k, v, every)
@@ -466,7 +466,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
                 for name, x in cache.items():
                     assert same_bits(x, before[name]), f"load changed tensor {name!r} of the cache"
 
-    def _check_load(self, layer: Layer, cache: Cache, blocks: Tensor, whole: Sequence[Tensor]) -> None:
+    def _check_load(self, layer: StoredLayer, cache: Cache, blocks: Tensor, whole: Sequence[Tensor]) -> None:
         """Fail unless ``load`` returns some blocks of the cache, in each dtype.
 
         ``whole`` has k and v of all blocks, float32 [blocks, block, kv_heads, dim].
@@ -507,7 +507,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         for dtype in self.dtypes():
             torch.manual_seed(2)
             fmt = self.build()
-            layer = Layer(fmt, spec, block)
+            layer = StoredLayer(fmt, spec, block)
             layout = fmt.layout(spec, block)
             few = min(block, 4)  # number of slots of a block to fill
             filled = range(few)
@@ -548,7 +548,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             fmt = self.build()
             layout = fmt.layout(spec, block)
             cache = self.cache(layout, 3, fill=True)
-            layer = Layer(fmt, spec, block)
+            layer = StoredLayer(fmt, spec, block)
             before = self._load(layer, cache)
             values = self._values(layer, "normal", 6, dtype)
             slots = torch.tensor([0, 3 * block - 1, 0, 0, block, 0])
@@ -622,7 +622,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         spec = self.spec_of()
         block = self.block()
         fmt = self.build()
-        layer = Layer(fmt, spec, block)
+        layer = StoredLayer(fmt, spec, block)
         layout = fmt.layout(spec, block)
         for dtype in self.dtypes():
             cache = self.cache(layout, 3)
@@ -644,15 +644,15 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         layers = []
         layers_of_shared = []
         for spec in (self.spec_of(4), self.spec_of(1, small=True)):
-            layers.append(Layer(self.build(), spec, block))
-            layers_of_shared.append(Layer(shared, spec, block))
+            layers.append(StoredLayer(self.build(), spec, block))
+            layers_of_shared.append(StoredLayer(shared, spec, block))
         expected = self._of_layers(layers)
         found = self._of_layers(layers_of_shared)
         for i, loaded in enumerate(found):
             for name, x, y in zip("kv", loaded, expected[i], strict=True):
                 assert torch.equal(x, y), f"{name} of layer {i} of 2 differs if one instance serves both"
 
-    def _of_layers(self, layers: Sequence[Layer]) -> list[list[Tensor]]:
+    def _of_layers(self, layers: Sequence[StoredLayer]) -> list[list[Tensor]]:
         """Store the same tokens in the cache of each layer with its own format, and return k and v of each cache."""
         torch.manual_seed(3)
         caches = []

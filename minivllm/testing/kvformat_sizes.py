@@ -23,7 +23,7 @@ MOST = 1 << 26  # most elements of a cache
 
 
 @dataclass(frozen=True)
-class Layer:
+class StoredLayer:
     """A format, the attention layer whose keys and values it stores, and the tokens of a block."""
 
     fmt: KVFormat
@@ -94,7 +94,7 @@ class KVFormatSizes:
             last = blocks * block - 1
             parts = [torch.tensor([last]), torch.randperm(last - block)[: tokens - 1] + block]
             chosen = torch.cat(parts)
-            layer = Layer(fmt, spec, block)
+            layer = StoredLayer(fmt, spec, block)
             values = self._values(layer, "normal", tokens, dtype)
             case = f"{dtype}, {tokens} tokens in {blocks} blocks"
             self._check_store(layer, cache, values, chosen, case)

@@ -150,7 +150,7 @@ def make_plan(
 
     RequestError if they do not fit the model."""
     ranks = torch.zeros(len(places), dtype=torch.int32)
-    reads = _Reads()
+    reads = _LoraReads()
     pairs = pairs_of(source.folder, source.names)
     for module, (a, b) in pairs.items():
         if why := settings.targets.refusal(module):
@@ -172,7 +172,7 @@ def make_plan(
 
 
 @dataclass
-class _Reads:
+class _LoraReads:
     """The copies and conversions that read a folder, collected module by module."""
 
     copies: Copies = field(default_factory=list)
