@@ -3,15 +3,19 @@
     file      [ size u64 | header (JSON) | tensor a | tensor b | tensor c ... ]
     ranges                  [0, 4) -> any memory    [4, 9) -> any memory       one call for neighbouring ranges
 
-The calls run without the interpreter's lock, so other threads of the process go on meanwhile.
+The calls run without the interpreter's lock, so other threads of the process go on meanwhile, and several threads read
+a large file.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +23,9 @@ from torch import Tensor
 # names of dtypes in safetensors files, for dtypes with equal bytes in files and in memory
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 MOST_PARTS = 1024  # largest number of memory ranges in one call, a limit of Linux
+PIECE = 8 << 20  # largest number of bytes that a thread reads, or checks, at a time
+THREADS = min(8, os.cpu_count() or 1)  # threads that do so
+T = TypeVar("T")
 
 
 class FileRange(NamedTuple):
@@ -41,27 +48,64 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview(numbers)
 
 
+class ReadPiece(NamedTuple):
+    """Neighbouring bytes of a file from byte ``begin`` on, and the parts of memory to read them into."""
+
+    begin: int
+    parts: list[memoryview]
+
+
 def read_ranges(path: Path, first: int, ranges: Sequence[FileRange]) -> None:
-    """Read ranges of a file into their memory.  The ranges count from byte ``first``.  OSError if the file is too
-    short."""
-    if not ranges:
+    """Read ranges of a file into their memory, in pieces on several threads.  The ranges count from byte ``first``.
+    OSError if the file is too short."""
+    pieces = list(_pieces_of(ranges))
+    if not pieces:
         return
-    ordered = sorted(ranges, key=lambda one: one.begin)
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        begin = ordered[0].begin
-        end = ordered[0].begin
-        parts = list[memoryview]()
-        for one in ordered:
-            if one.begin != end or len(parts) == MOST_PARTS:
-                _fill(file, first + begin, parts)
-                begin = one.begin
-                parts = []
-            parts.append(one.memory)
-            end = one.end
-        _fill(file, first + begin, parts)
+        in_threads([partial(_fill, file, first + piece.begin, piece.parts) for piece in pieces])
     finally:
         os.close(file)
+
+
+def _pieces_of(ranges: Sequence[FileRange]) -> Iterator[ReadPiece]:
+    """Yield the ranges in the order of the file, cut and joined into pieces of at most ``PIECE`` bytes."""
+    piece = ReadPiece(0, [])
+    size = 0
+    for one in sorted(ranges, key=lambda one: one.begin):
+        begin = one.begin
+        memory = one.memory
+        while memory:
+            if begin != piece.begin + size or size == PIECE or len(piece.parts) == MOST_PARTS:
+                if piece.parts:
+                    yield piece
+                piece = ReadPiece(begin, [])
+                size = 0
+            part = memory[: PIECE - size]
+            piece.parts.append(part)
+            size += len(part)
+            begin += len(part)
+            memory = memory[len(part) :]
+    if piece.parts:
+        yield piece
+
+
+def in_threads(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Return the results of calls that run on several threads.
+
+    The first error of a call is raised when all calls have ended.
+    """
+    if len(calls) == 1:
+        return [calls[0]()]
+    futures = [_threads().submit(call) for call in calls]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads of ``in_threads``."""
+    return ThreadPoolExecutor(THREADS, "minivllm-read")
 
 
 def _fill(file: int, at: int, parts: list[memoryview]) -> None:

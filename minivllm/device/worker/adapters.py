@@ -112,6 +112,7 @@ class Adapters:
         # copies to a GPU that may not have finished, each with the event that follows it
         self._copied: deque[tuple[Any, LoadedAdapter]] = deque()
         self._pinned = PinnedSlabs(self._allocate)
+        self._bytes = 0  # bytes of the pinned memory that was requested last
         self._reader = AdapterReader(wiring, cfg, parts)
         self._orders: deque[tuple[int, str]] = deque()
         self._ended: deque[tuple[int, str | None]] = deque()
@@ -170,7 +171,8 @@ class Adapters:
         """Return host memory [size] of any content, pinned for a GPU."""
         if self.device.type != "cuda":
             return torch.empty(size, dtype=dtype)
-        pinned = self._pinned.empty(size * dtype.itemsize)
+        self._bytes = size * dtype.itemsize
+        pinned = self._pinned.empty(self._bytes)
         return torch.from_numpy(pinned).view(dtype)
 
     def _zeros(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -215,6 +217,15 @@ class Adapters:
                 if error is None:
                     self.loaded[number] = loaded
                 self._ended.append((number, error))
+                idle = not self._orders
+            if idle:
+                self._keep_spare()
+
+    def _keep_spare(self) -> None:
+        """Allocate pinned memory for another adapter of the size of the last one, unless a free piece exists."""
+        if self._bytes:
+            with suppress(RuntimeError, MemoryError, OSError):  # the next load fails, with its error
+                self._pinned.empty(self._bytes)
 
     def _read(self, folder: str) -> LoadedAdapter:
         """Read a folder by its method.  RequestError if it does not fit the model."""

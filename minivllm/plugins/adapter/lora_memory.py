@@ -11,6 +11,7 @@ A layer reads only the first ``ranks[place]`` rows of A and columns of B.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,9 +28,10 @@ from minivllm.core.interfaces.adapter import (
 )
 from minivllm.device.layers.invariant import FixedRows
 from minivllm.device.layers.module import all_finite
+from minivllm.device.loading.file_ranges import PIECE, in_threads
 
 from .lora_config import LoraSettings, read_settings
-from .lora_files import Place, ReadPlan, make_plan, places_of
+from .lora_files import Place, ReadPlan, Scaled, make_plan, places_of
 from .staging import Staging
 
 if TYPE_CHECKING:
@@ -225,19 +227,30 @@ class LoraMemory(AdapterMemory):
         source.read(copies)
         for name, convert in plan.conversions:
             convert(source.tensor(name), weights)
-        for first, stop, scale in plan.scales:
-            # Weights of 16 bits need no copy in float32: torch computes their product with a Python number in float32
-            # and rounds it once.
-            if scale != 1.0:
-                weights[first:stop].mul_(scale)
-        # A weight that is not finite would spoil the results of other adapters' tokens, because the products of all
-        # adapters of a step are added up in common sums.
-        if not all_finite(weights, dtype):
+        if not self._scaled(weights, plan.scales):
             name = str(dtype).removeprefix("torch.")
             raise adapter_refusal(folder, f"its weights, with their scale, are not all finite numbers in {name}")
         if self.staging is not None:
             self.staging.put(weights)
         return HostAdapter(weights, plan.ranks)
+
+    def _scaled(self, weights: Tensor, scales: Scaled) -> bool:
+        """Multiply elements of ``weights`` [size] by their scales, and return whether all elements are finite.
+
+        A weight that is not finite would spoil the results of other adapters' tokens, because the products of all
+        adapters of a step are added up in common sums.
+        """
+        # several threads share the work if each operation of torch has one
+        piece = PIECE // weights.element_size() if torch.get_num_threads() == 1 else self.size
+        products = []
+        for first, stop, scale in scales:
+            # Weights of 16 bits need no copy in float32: torch computes their product with a Python number in float32
+            # and rounds it once.
+            if scale != 1.0:
+                products += [partial(_multiply, part, scale) for part in weights[first:stop].split(piece)]
+        in_threads(products)
+        checks = [partial(all_finite, part, weights.dtype) for part in weights.split(piece)]
+        return all(in_threads(checks))
 
     def _plan(self, source: AdapterSource, settings: LoraSettings) -> ReadPlan:
         """Return how to read a folder.  Folders with equal layouts and settings share a plan, because it takes longer
@@ -303,3 +316,8 @@ def _groups_of(tokens: Tensor) -> list[tuple[int, Tensor | None]]:
             indices = of_adapter.nonzero().flatten()
             groups.append((place, indices))
     return groups
+
+
+@torch.inference_mode()
+def _multiply(numbers: Tensor, factor: float) -> None:
+    numbers.mul_(factor)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from minivllm.device.loading import file_ranges
 from minivllm.device.loading.file_ranges import FileRange, header_of, memory_of, read_ranges
 from minivllm.errors import RequestError
+from minivllm.plugins.adapter import lora_memory
 from minivllm.plugins.adapter.lora import LoRA
 from minivllm.testing.adapter_folders import PREFIX, save
 from minivllm.testing.adapter_model import LAYERS, ModelProcess
@@ -54,6 +57,24 @@ def test_a_row_has_the_numbers_of_the_file_and_zeros_elsewhere(tmp_path, dtype, 
         assert loaded.ranks[place.number] == rank
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pieces_of_any_size_have_the_scale_and_the_check_of_the_whole(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr(lora_memory.torch, "get_num_threads", lambda: 1)
+    made = process()
+    tensors = write(tmp_path, RANK, dtype)
+    whole = made.read(tmp_path).weights
+    for piece in (64, 1000, 4096):
+        monkeypatch.setattr(lora_memory, "PIECE", piece)
+        assert torch.equal(made.read(tmp_path).weights, whole)
+    for name in (min(tensors), max(tensors)):
+        wrong = {**tensors, name: tensors[name].clone()}
+        wrong[name][-1, -1] = torch.inf
+        (tmp_path / name).mkdir()
+        save(tmp_path / name, {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK}, wrong)
+        with pytest.raises(RequestError, match="not all finite"):
+            made.read(tmp_path / name)
+
+
 def test_folders_of_one_layout_share_a_plan_and_others_do_not(tmp_path):
     made = process()
     write(tmp_path / "first", RANK)
@@ -77,6 +98,41 @@ def test_ranges_in_any_order_fill_their_memory_over_several_calls(tmp_path, monk
     monkeypatch.setattr(os, "preadv", lambda file, parts, at: len(parts[0]) and short(file, parts, at))
     read_ranges(tmp_path / "file", 4, ranges)
     assert torch.equal(whole, bytes_) and torch.equal(twice, bytes_[900:1000])
+
+
+def test_pieces_of_any_size_fill_the_memory_of_the_ranges(tmp_path, monkeypatch):
+    bytes_ = torch.arange(251, dtype=torch.uint8).repeat(40)
+    (tmp_path / "file").write_bytes(bytes(bytes_.tolist()))
+    for piece in (1, 7, 64, 1000, len(bytes_), 1 << 20):
+        monkeypatch.setattr(file_ranges, "PIECE", piece)
+        monkeypatch.setattr(file_ranges, "MOST_PARTS", max(2, piece % 50))
+        whole = torch.zeros(600, dtype=torch.uint8)
+        places = [(5, 12), (12, 13), (13, 300), (301, 301), (320, 600), (100, 150)]
+        ranges = [FileRange(a, b, memory_of(torch.zeros(b - a, dtype=torch.uint8))) for a, b in places]
+        read_ranges(tmp_path / "file", 0, [*ranges, FileRange(0, 600, memory_of(whole))])
+        assert torch.equal(whole, bytes_[:600])
+        for (a, b), one in zip(places, ranges, strict=True):
+            assert bytes(one.memory) == bytes(bytes_[a:b].tolist())
+
+
+def test_an_error_of_a_piece_is_raised_when_all_pieces_have_ended(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(bytes(1000))
+    monkeypatch.setattr(file_ranges, "PIECE", 100)
+    ended, read, barrier = [], os.preadv, threading.Event()
+
+    def slow(file, parts, at):
+        if at == 0:
+            barrier.wait(5)  # the first piece ends after the piece that fails
+        else:
+            barrier.set()
+        ended.append(at)
+        return read(file, parts, at)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    memory = torch.zeros(1050, dtype=torch.uint8)
+    with pytest.raises(OSError, match="ends within a tensor"):
+        read_ranges(tmp_path / "file", 0, [FileRange(0, 1050, memory_of(memory))])
+    assert set(range(0, 1001, 100)) <= {*ended}
 
 
 def short(file, parts, at):
