@@ -154,10 +154,12 @@ def _make_sequence(data: Any, rng: np.random.Generator, vocab: int, keywords: Ca
     for word in params.bad_words or ():
         if 1 < len(word) <= length:
             words.append(word[:-1])
+    end_of_prompt = whole(data, 1, length)
     if words and rng.random() < 0.7:  # random tokens would hardly ever end with the start of a bad word
         word = words[rng.integers(len(words))]
         tokens[length - len(word) :] = word
-    end_of_prompt = whole(data, 1, length)
+        if rng.random() < 0.4:  # the word begins in the prompt, where it is no bad word
+            end_of_prompt = length - int(rng.integers(len(word)))
     spread = one_of(data, 0.3, 4.0)
     logits = normal_logits(rng, spread, vocab).numpy()
     logits[rng.random(vocab) < 0.1] = 0.0
