@@ -25,7 +25,10 @@ class ExecutorReference(SpecConformance):
 
     @property
     def made_up(self) -> Any:
-        """Return the function (token ids, vocabulary size) -> logits of an executor without a model, or None."""
+        """Return the function (token ids, vocabulary size) -> logits that an executor without a model uses.
+
+        None if the executor has a model.
+        """
         target = self.spec.traits.get("made_up")
         return None if target is None else import_target(target)
 

@@ -21,7 +21,7 @@ MOST_WINDOWS = 18
 FILLING = 1000  # most uses of the instance that are made to fill a cache of bounded size
 SECONDS = 8.0  # time limit in seconds for filling such a cache, and again for the pairs after the first ones
 SLACK = 16  # allowed growth in bytes per use, which is less than one number in a list
-# types of objects that are shared by all code, so that they are not counted for an instance
+# types of objects that all code shares, so that their bytes do not count as held by a plug-in's instance
 NOT_OWNED = (type, ModuleType, FrameType, BuiltinFunctionType)
 CONTAINERS = (dict, list, set, bytearray)
 

@@ -242,7 +242,10 @@ def split_ids(lengths: Sequence[int], column: bytes) -> list[list[int]]:
 
 
 def main(number: str) -> None:
-    """Serve jobs on a socket until the other end closes it.  The answer "null" makes the caller repeat a failed job."""
+    """Serve jobs on the socket with the file descriptor ``number`` until the other end closes it.
+
+    The answer "null" means that a job failed.  The caller then runs the job itself.
+    """
     link = Connection(int(number))
     tokenizer = Tokenizer.from_json(json.loads(link.recv_bytes()))
     while True:

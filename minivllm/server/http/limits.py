@@ -66,9 +66,9 @@ class Door:
         raise ApiError(429, f"{why}; try again later", headers={"Retry-After": "1"})
 
     async def drain(self, seconds: float) -> bool:
-        """Refuse new prompts, and wait until all answers are complete.  Return False if ``seconds`` were not enough.
+        """Refuse new prompts, and wait until all answers are complete, which returns True.
 
-        In this case, end the requests that are left.
+        If ``seconds`` are not enough, end the requests that are left, and return False.
         """
         self.closed = True
         try:

@@ -42,7 +42,7 @@ class RouteColumns:
         return read.routes.size // 2
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of the frame, empty if there are no routes."""
+        """Return the columns of the frame by name, {} if no routes were added."""
         if not self.rows:
             return {}
         return {"route_rows": np.array(self.rows, np.int64).ravel(), "routes": np.concatenate(self.values)}

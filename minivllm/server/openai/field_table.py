@@ -155,7 +155,10 @@ def _grammar(value: Any) -> JsonObject:
 
 
 def _format(value: Any) -> JsonObject:
-    """Return the form of Ollama's ``format``: the word "json" or a JSON schema.  ValueError for anything else."""
+    """Return the constraint of the answer for a value of Ollama's field ``format``.
+
+    The value is the word "json" or a JSON schema.  ValueError for anything else.
+    """
     if value == "json":
         return {"json_object": True}
     if not isinstance(value, dict):

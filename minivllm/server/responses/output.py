@@ -39,7 +39,7 @@ class ResponseOutput:
         self.status = IN_PROGRESS
         self.reason: str | None = None  # finish reason
         self.sequence = 0  # number of events so far
-        self.thought = 0.0  # number of tokens of reasoning so far
+        self.thought = 0.0  # estimated number of tokens of reasoning so far
         self._open: _TextItem | _CallItem | None = None
         self._blank = ""  # whitespace that is sent only if text follows it
         self._scored = Scored()  # scores of tokens that may not belong to the text of a message
