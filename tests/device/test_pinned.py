@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from minivllm.device.worker import pinned
+from minivllm.device.worker.adapters import Adapters
 from minivllm.device.worker.pages import DevicePages, LandedPage, Landing
 
 
@@ -46,6 +47,21 @@ def next_piece(slabs: pinned.PinnedSlabs):
     while (piece := slabs.at_hand(1 << 20)) is None and time.monotonic() < end:
         time.sleep(1e-3)
     return piece
+
+
+def test_a_load_of_an_adapter_leaves_free_memory_for_another_one():
+    made: list[Slab] = []
+    adapters = Adapters.__new__(Adapters)
+    adapters.device = torch.device("cuda")
+    adapters._pinned = pinned.PinnedSlabs(lambda size: made.append(RealSlab(size)) or made[-1])
+    size = 3 * pinned.SLAB // 2  # a slab has one piece of this size
+    first = adapters._empty(size // 2, torch.bfloat16)
+    assert first.nbytes == size and len(made) == 1
+    for _ in range(2):
+        adapters._keep_spare()
+        assert len(made) == 2
+    second = adapters._empty(size // 2, torch.bfloat16)
+    assert len(made) == 2 and second.data_ptr() != first.data_ptr()
 
 
 @pytest.mark.parametrize("share", [0, 3])
