@@ -160,6 +160,9 @@ def _make_sequence(data: Any, rng: np.random.Generator, vocab: int, keywords: Ca
         tokens[length - len(word) :] = word
         if rng.random() < 0.4:  # the word begins in the prompt, where it is no bad word
             end_of_prompt = length - int(rng.integers(len(word)))
+    tail = params.no_repeat_ngram_size - 1
+    if tail > 0 and 2 * tail < length and rng.random() < 0.6:  # the first tokens become those of the end
+        tokens[:tail] = tokens[length - tail :]
     spread = one_of(data, 0.3, 4.0)
     logits = normal_logits(rng, spread, vocab).numpy()
     logits[rng.random(vocab) < 0.1] = 0.0
