@@ -60,7 +60,9 @@ def random_keywords(
     names = [name for name in (*DRAWS, "typical_p") if name in reads and rng.random() < 0.75]
     if "mirostat_tau" in reads and rng.random() < 0.5:
         names = ["mirostat_tau", *(name for name in names if name == "temperature")]
-    many = {"top_k": range(1, vocab + 2), "top_p": (*VALUES["top_p"], 0.7512345, 0.853579)}
+    many: dict[str, Sequence[Any]] = {"top_k": range(1, vocab + 2), "top_p": (*VALUES["top_p"], 0.7512345, 0.853579)}
+    if "mirostat_tau" in names:
+        many["temperature"] = (0.4, 1.7)  # a temperature of 0 is refused
     requested = {}
     for name in names:
         values = many.get(name, VALUES[name])
