@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from minivllm.device.worker import encoder_graphs
 from minivllm.errors import ConfigError, PluginError, RequestError
 from minivllm.plugins.encoder.qwen_vl import Qwen3VL, QwenVL
 from minivllm.testing import EncoderConformance
-from minivllm.testing.encoder import TOKEN, image_checkpoint, text_checkpoint
+from minivllm.testing.encoder import TOKEN, _close, image_checkpoint, text_checkpoint
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=0)
 OPTIONS = {"skip_tokenizer_init": True, "dtype": "float32", "device": "cpu", "num_kvcache_blocks": 60}
@@ -39,6 +40,17 @@ def answer(llm, requested):
     (output,) = llm.generate([requested], PARAMS, use_tqdm=False)
     assert output.error is None, output.error
     return output.outputs[0].token_ids, [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
+
+
+def scored(logprob):
+    """Return the output of a request with one token of this log-probability."""
+    branch = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=logprob)}])
+    return SimpleNamespace(outputs=[branch])
+
+
+@pytest.mark.parametrize(("logprob", "close"), [(-1.00001, True), (-1.1, False), (float("nan"), False)])
+def test_the_kit_takes_answers_as_close_only_if_their_log_probabilities_are(logprob, close):
+    assert _close([scored(-1.0)], [scored(logprob)]) == close
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe"])
