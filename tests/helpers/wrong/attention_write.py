@@ -38,6 +38,7 @@ FAULTS = {
     "RotatesByRowPosition": ("test_write_normalises_and_rotates",),
     "ReturnsPlainQueries": ("test_write_normalises_and_rotates",),
     "HalfNorm": ("test_write_normalises_and_rotates",),
+    "NormalisesValuesToNaN": ("test_write_normalises_and_rotates",),
     "SaysAnotherBlock": ("test_the_layout_is_that_of_one_block",),
     "NoSuchGraph": ("test_the_spec_speaks_of_every_fact_and_of_nothing_else",),
 }
@@ -268,6 +269,17 @@ class HalfNorm(RowByRow):
     def write(self, layer, q, k, v, meta, pre):
         if pre is not None and pre.q_norm is not None:
             pre = type(pre)(pre.cos, pre.sin, pre.q_norm.half().to(q), pre.k_norm, eps=pre.eps * 1.5)
+        return super().write(layer, q, k, v, meta, pre)
+
+
+class NormalisesValuesToNaN(RowByRow):
+    """Divides the values by the square root of a negative number, if keys are normalised."""
+
+    spec = spec("NormalisesValuesToNaN")
+
+    def write(self, layer, q, k, v, meta, pre):
+        if pre is not None and pre.k_norm is not None:
+            v = torch.full_like(v, torch.nan)
         return super().write(layer, q, k, v, meta, pre)
 
 

@@ -33,6 +33,7 @@ FAULTS = {
     "SortsBlocks": (LOAD,),
     "FlatBlocksOnly": (LOAD,),
     "AlwaysFloat32": (LOAD,),
+    "NaNInHalf": (LOAD,),
     "RemembersTheFirstLayout": ("test_a_format_has_no_state",),
     "LiesAboutBytes": (LAYOUT,),
     "LiesAboutBlock": (LAYOUT,),
@@ -309,6 +310,16 @@ class AlwaysFloat32(Fp32):
 
     def load(self, cache, blocks, dtype):
         return super().load(cache, blocks, torch.float32)
+
+
+class NaNInHalf(Fp32):
+    """Gives NaN for keys below 0 in half precision."""
+
+    spec = spec("NaNInHalf")
+
+    def load(self, cache, blocks, dtype):
+        k, v = super().load(cache, blocks, dtype)
+        return (k, v) if dtype == torch.float32 else (k.where(k >= 0, torch.nan), v)
 
 
 class RemembersTheFirstLayout(Fp32):
