@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .eight_bits import TOP, codes_of, empty_rows, size_of, step_of
-from .launch import pdl, wait
+from .launch import cdiv, pdl, power, wait
 
 BLOCK = 2048
 LONGEST = 65536  # largest inner size for ``gate_mul_rounded``, which keeps a whole row in registers
@@ -76,11 +76,11 @@ def gate_mul(
     constants["INNER"] = inner
     constants["DIM"] = dim
     constants["PARTS"] = parts
-    constants["PARTS_P"] = triton.next_power_of_2(max(parts, 1))
+    constants["PARTS_P"] = power(max(parts, 1))
     constants["ACT"] = NUMBER[activation]
     constants["BLOCK"] = BLOCK
     constants["num_warps"] = 8
-    grid = (tokens, triton.cdiv(inner, BLOCK))
+    grid = (tokens, cdiv(inner, BLOCK))
     _gate_mul[grid](x, y, squares, eps, **constants)
     return y
 
@@ -102,7 +102,7 @@ def gate_out(x: Tensor, gate: Tensor) -> Tensor:
     tokens, inner = x.shape
     y = torch.empty_like(x)
     if tokens:
-        grid = (tokens, triton.cdiv(inner, BLOCK))
+        grid = (tokens, cdiv(inner, BLOCK))
         _gate_out[grid](x, gate, y, gate.stride(0), INNER=inner, BLOCK=BLOCK, num_warps=8, **pdl(x))
     return y
 
@@ -136,7 +136,7 @@ def gate_mul_rounded(x: Tensor, dtype: torch.dtype, activation: str = "silu") ->
     y, scale = empty_rows(tokens, inner, dtype, x.device)
     if not tokens:
         return y, scale
-    size = triton.next_power_of_2(inner)
+    size = power(inner)
     constants = pdl(x)
     constants["INNER"] = inner
     constants["P"] = size

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
 
-from .launch import capability, kernel
+from .launch import capability, cdiv, kernel, power
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -194,7 +194,7 @@ def add_sums(
         q_tiles = TensorDescriptor.from_tensor(flat, [chosen.queries, dim])
     constants = {"KH": spec.kv_heads, "D": dim, "IEEE": exact, "TMA": tma}
     constants["G"] = spec.heads // spec.kv_heads
-    constants["DP"] = triton.next_power_of_2(max(dim, 16))
+    constants["DP"] = power(max(dim, 16))
     constants["BLOCK"] = meta.block
     constants["N"] = chosen.keys
     constants["M"] = chosen.queries
@@ -208,5 +208,5 @@ def add_sums(
     numbers = (number, spec.softmax_scale, spec.softcap or 1.0)
     strides = (q.stride(0), norms.stride(0), meta.table.stride(1))
     count = rows.count
-    grid = (triton.cdiv(rows.longest, chosen.keys), spec.kv_heads, count)
+    grid = (cdiv(rows.longest, chosen.keys), spec.kv_heads, count)
     _sums[grid](*tensors, rows.table, *numbers, *strides, count, **constants)

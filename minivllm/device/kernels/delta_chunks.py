@@ -28,7 +28,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.states import COPIES
 
-from .launch import compile_once, kernel, pdl, wait
+from .launch import cdiv, compile_once, kernel, pdl, wait
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.states import StepStates
@@ -274,7 +274,7 @@ def scan_long(
     conv["P"] = max(key_dim, value_dim)
     cu_q = step.cu_q
     columns = (step.rows, step.start, cu_q, step.row)
-    grid = (triton.cdiv(tokens, TOKENS), 2 * key_heads + heads)
+    grid = (cdiv(tokens, TOKENS), 2 * key_heads + heads)
     numbers = (tokens, rows, x.stride(0))
     _mix[grid](x, weight, ring, *columns, mixed, *numbers, **conv)
     inverse = x.new_empty(tokens, heads, CHUNK)

@@ -22,7 +22,7 @@ from torch import Tensor
 from minivllm.core.interfaces.states import COPIES
 
 from . import delta_chunks
-from .launch import compile_once, kernel, pdl, release, settle, wait
+from .launch import cdiv, compile_once, kernel, pdl, power, release, settle, wait
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.states import StepStates
@@ -401,8 +401,8 @@ def scan_one(
     _, heads, key_dim, value_dim = sizes
     rows = len(step.rows)
     few = rows <= FEW_ROWS
-    keys = triton.next_power_of_2(key_dim)
-    values = triton.next_power_of_2(value_dim)
+    keys = power(key_dim)
+    values = power(value_dim)
     if part is None:
         part = PART if few else 128
     part = min(part, values)
@@ -455,10 +455,10 @@ def scan(
     rows = len(step.rows)
     taps = weight.shape[1]
     in_chunks, chunks = chunks_of(step, x, sizes, invariant)
-    keys = triton.next_power_of_2(key_dim)
+    keys = power(key_dim)
     part = PART if invariant else part_of(rows, len(x))
-    part = min(part, triton.next_power_of_2(value_dim))
-    grid = (rows, heads, triton.cdiv(value_dim, part))
+    part = min(part, power(value_dim))
+    grid = (rows, heads, cdiv(value_dim, part))
     options = pdl(x) | shape_of(sizes)
     options["W"] = taps
     options["RING"] = ring.shape[1]
@@ -537,7 +537,7 @@ def keep(
     """
     places, width = ring.shape[1:]
     second = 0 if more_ring is None else more_ring.shape[2]
-    columns = min(1024, triton.next_power_of_2(width))
+    columns = min(1024, power(width))
     constants = pdl(new)
     constants["C"] = width
     constants["MORE"] = second
@@ -549,7 +549,7 @@ def keep(
     if more is None or more_ring is None:
         more = new
         more_ring = ring
-    programs = triton.cdiv(width, columns) + triton.cdiv(second, columns)
+    programs = cdiv(width, columns) + cdiv(second, columns)
     strides = (new.stride(0), more.stride(0))
     grid = (len(step.rows), programs)
     _keep[grid](new, ring, more, more_ring, *rows_of(step), *strides, **constants)
@@ -567,11 +567,11 @@ def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, cu_q: Tensor) -
     constants = pdl(o)
     constants["HV"] = heads
     constants["DV"] = dim
-    constants["PV"] = triton.next_power_of_2(dim)
+    constants["PV"] = power(dim)
     constants["HEADS"] = HEADS
     constants["num_warps"] = 4
     rows = len(cu_q) - 1
     every = tokens * heads
-    programs = triton.cdiv(every, HEADS)
+    programs = cdiv(every, HEADS)
     _norm[(programs,)](o, z, weight, y, cu_q, rows, every, z.stride(0), eps, **constants)
     return y

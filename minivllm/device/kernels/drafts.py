@@ -9,13 +9,12 @@ The references are ``read_rows`` and ``accept`` of ``device.worker.step``, and `
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.plan import EOS, FAILED, LENGTH, NAN, OVERSHOOT, STOP_ID
 
-from .launch import kernel, pdl, wait
+from .launch import kernel, pdl, power, wait
 from .step import draw_constants, dropped_of, ends_of, history_of, place_constants
 
 _EOS, _STOP, _LENGTH, _NAN = (tl.constexpr(x) for x in (EOS, STOP_ID, LENGTH, NAN))
@@ -187,7 +186,7 @@ def put(
     usable = slots if given is None else given
     constants = pdl(drafts)
     constants["K"] = k
-    constants["P"] = triton.next_power_of_2(k)
+    constants["P"] = power(k)
     constants["COUNTS"] = count is not None
     constants["num_warps"] = 1
     last = state.tokens.shape[1] - 1

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import kernel, pdl, wait
+from .launch import kernel, pdl, power, wait
 
 TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 LARGEST = 16256.0  # 127 * 128: the largest number that a high and a low part of 8 bits represent
@@ -96,7 +96,7 @@ def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tupl
     q, scale = empty_rows(m, k, kept or dtype, x.device)
     if not m:
         return q, scale
-    block = min(triton.next_power_of_2(k), 16384)
+    block = min(power(k), 16384)
     constants = pdl(x)
     constants["K"] = k
     constants["BK"] = block
@@ -140,7 +140,7 @@ def halved_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     q = torch.empty((2 * m, k), dtype=torch.int8, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
     if m:
-        block = min(triton.next_power_of_2(k), 8192)
+        block = min(power(k), 8192)
         warps = 8 if block > 2048 else 4
         _halved[(m,)](x, q, scale, m, K=k, BK=block, TOP=LARGEST, num_warps=warps, **pdl(x))
     return q, scale

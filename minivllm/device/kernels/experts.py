@@ -30,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minivllm.errors import ModelError
 
 from .activation import NUMBER, activate
-from .launch import kernel, pdl, wait
+from .launch import cdiv, kernel, pdl, power, wait
 from .router import assign
 
 FEW = 4  # up to this number of tokens each (token, expert) pair reads the weights of its expert separately
@@ -311,7 +311,7 @@ class Division(NamedTuple):
         """Return the constants of kernels that divide their inputs."""
         if not self.parts:
             return NO_DIVISION
-        return {"PARTS": self.parts, "PARTS_P": triton.next_power_of_2(self.parts)}
+        return {"PARTS": self.parts, "PARTS_P": power(self.parts)}
 
 
 def few_tiles(inp: int, gated: bool) -> dict[str, int]:
@@ -319,7 +319,7 @@ def few_tiles(inp: int, gated: bool) -> dict[str, int]:
 
     ``gated`` is the product of gate and up, otherwise it is that of down.
     """
-    inputs = triton.next_power_of_2(inp)
+    inputs = power(inp)
     if gated:
         return dict(BN=8, BK=min(256, inputs), STAGES=2, num_warps=4)
     return dict(BN=8, BK=min(1024, inputs), STAGES=4, num_warps=8)
@@ -473,13 +473,13 @@ class ExpertProducts:
         constants = sizes | few_tiles(h, True) | division.constants()
         constants["ACT"] = self.activation
         constants["BIAS"] = self.up_bias is not None
-        programs = triton.cdiv(n, constants["BN"])
+        programs = cdiv(n, constants["BN"])
         squares, eps, _ = division
         _up_few[(programs, pairs)](x, self.up, up_bias, ids, squares, inner, eps, self.limit, self.alpha, **constants)
         constants = sizes | few_tiles(n, False)
         constants["BIAS"] = self.down_bias is not None
         constants["ADD"] = stream is not None
-        programs = triton.cdiv(h, constants["BN"])
+        programs = cdiv(h, constants["BN"])
         residual = norm = sums = out  # the kernel does not read absent tensors
         found = None
         if stream is not None:
@@ -501,7 +501,7 @@ class ExpertProducts:
         bm = tile["BM"]
         inner = x.new_empty(blocks * bm, n)
         sizes = pdl(x) | {"N": n, "H": h}
-        sizes["FROM"] = triton.next_power_of_2(pairs) if order is ids else 0
+        sizes["FROM"] = power(pairs) if order is ids else 0
         sizes["IEEE"] = x.dtype == torch.float32
         constants = sizes | tile | division.constants()
         constants["K"] = ids.shape[1]
@@ -510,7 +510,7 @@ class ExpertProducts:
         weight = _tiled(self.up, tile)
         squares, eps, _ = division
         tensors = (x, weight, up_bias, order, expert, squares, inner)
-        programs = triton.cdiv(n, tile["BN"])
+        programs = cdiv(n, tile["BN"])
         _up[(programs, blocks)](*tensors, pairs, eps, self.limit, self.alpha, **constants)
         tile = self._tile(pairs, False)
         y = x.new_empty(pairs, h)
@@ -519,7 +519,7 @@ class ExpertProducts:
         of_blocks = TensorDescriptor.from_tensor(inner, [bm, tile["BK"]])
         weight = _tiled(self.down, tile)
         arguments = (of_blocks, weight, down_bias, order, expert, weights, y, pairs)
-        programs = triton.cdiv(h, tile["BN"])
+        programs = cdiv(h, tile["BN"])
         _down[(programs, blocks)](*arguments, **constants)
         return y
 
@@ -554,7 +554,7 @@ class ExpertProducts:
                 squares = division.squares
         else:
             constants |= NO_DIVISION
-        constants["P"] = triton.next_power_of_2(h)
+        constants["P"] = power(h)
         constants["SHARED"] = shared is not None
         constants["GATED"] = gated
         constants["ADD"] = stream is not None

@@ -34,7 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minivllm.errors import ModelError
 
 from .activation import NUMBER, activate
-from .launch import capability, kernel, pdl, wait
+from .launch import capability, cdiv, kernel, pdl, wait
 
 MOST_LEAVES = 8
 UNIT = 64  # number of inputs; a leaf has a multiple of it, so that each tile's loop over the inputs ends with the leaf
@@ -150,7 +150,7 @@ def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool, gated: bool) -> l
     if wide:
         return [(0, ProductTile(64, 64, 32))]
     step = 128 if leaf % 128 == 0 else 64
-    spread = leaves > 1 and triton.cdiv(outputs, 64) <= SPREAD_TILES
+    spread = leaves > 1 and cdiv(outputs, 64) <= SPREAD_TILES
     of_16 = ProductTile(16, 64, step, 4, spread)
     of_32 = ProductTile(32, 64, step)
     of_64 = ProductTile(64, 64, 64 if gated else step)
@@ -242,8 +242,8 @@ class FixedProduct:
         if not m:
             return y
         bm, bn, bk, warps, spread, stages = tile
-        rows = triton.cdiv(m, bm)
-        columns = triton.cdiv(n, bn)
+        rows = cdiv(m, bm)
+        columns = cdiv(n, bn)
         programs = self.leaves if spread else 1  # of a tile of outputs
         size = programs * rows * bm * columns * bn if spread else 1
         scratch = torch.empty(size, dtype=torch.float32, device=x.device)

@@ -11,11 +11,10 @@ few times.  Sums are float32, in an order that depends only on the shapes.  The 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import capability, kernel, pdl, wait
+from .launch import capability, cdiv, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
 from .split_sums import drained, scratch_of, together
 from .weight_products import copied, dense_product, result_of
@@ -73,7 +72,7 @@ def dots_tile(rows: int, n: int, k: int) -> dict[str, int]:
     Sums are split until there are enough programs for the device.
     """
     bm = next((size for size in (16, 32, 64) if rows <= size), 128)
-    programs = triton.cdiv(n, 64) * triton.cdiv(rows, bm)
+    programs = cdiv(n, 64) * cdiv(rows, bm)
     enough = PROGRAMS[bm > 16]
     sk = 1
     while programs * sk < enough and sk < MOST_SPLIT and k // (128 * sk) >= 8:
@@ -123,8 +122,8 @@ class GroupedProduct:
         constants = pdl(x) | self._sizes | (tile or dots_tile(m, self.n, self.k))
         bm = constants["BM"]
         bn = constants["BN"]
-        rows = triton.cdiv(m, bm)
-        tiles = triton.cdiv(self.n, bn)
+        rows = cdiv(m, bm)
+        tiles = cdiv(self.n, bn)
         if rows * tiles > len(self.arrived):
             constants["SK"] = 1
         parts = constants["SK"]
@@ -148,6 +147,6 @@ class GroupedProduct:
         """Dequantize some rows of the weight to ``dtype``: [rows, K]."""
         count = rows.stop - rows.start
         out = torch.empty((count, self.k), dtype=dtype, device=self.weight.device)
-        grid = (count, triton.cdiv(self.k, 2048))
+        grid = (count, cdiv(self.k, 2048))
         _numbers[grid](*self._tensors, out, rows.start, BB=2048, **self._sizes, **pdl(out))
         return out

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import kernel
+from .launch import cdiv, kernel, power
 from .pages import ELEMENTS, PINNED_FROM
 
 SCORES = 1024  # number of scores that a program reads at a time
@@ -149,7 +149,7 @@ def choose(scores: Tensor, kept: int) -> Tensor:
     scores = scores.contiguous()
     chosen = torch.empty(*scores.shape[:-1], kept, dtype=torch.int32, device=scores.device)
     lines = scores.numel() // stored
-    at_once = min(SCORES, triton.next_power_of_2(stored))
+    at_once = min(SCORES, power(stored))
     _choose[(lines,)](scores, chosen, stored, kept, N=at_once)
     return chosen
 
@@ -227,7 +227,7 @@ class GroupTensors:
             table[2, row] = sources.data_ptr()
             table[3, row] = targets.data_ptr()
         rows = copied(table, self._device)
-        width = triton.next_power_of_2(self.widest)
+        width = power(self.widest)
         token_bytes = width * self.unit
         constants = {"HEADS": self.heads, "BLOCK": self.block, "WIDTH": width}
         constants["ELEMENT"] = ELEMENTS[self.unit]
@@ -247,8 +247,8 @@ def gather(tensors: Sequence[Tensor], blocks: Tensor, stored: int) -> Tensor:
     unit = math.gcd(8, row_bytes, *found)
     numbers = row_bytes // unit
     addresses = copied(np.array(found, np.int64), out.device)
-    numbers_p = triton.next_power_of_2(numbers)
+    numbers_p = power(numbers)
     constants = {"HEADS": heads, "BLOCK": block, "D": numbers, "DP": numbers_p, "N": GATHERED}
-    programs = triton.cdiv(stored, GATHERED)
+    programs = cdiv(stored, GATHERED)
     _gather[programs, lines](addresses, blocks, out.view(WHOLE[unit]), stored, **constants)
     return out

@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import kernel, pdl, wait
+from .launch import cdiv, kernel, pdl, power, wait
 from .peaks import TILE
 
 MOST = 32  # largest number k of best tokens that the kernels find
@@ -112,8 +111,8 @@ def logprobs_of(
     n, width = logits.shape
     k = min(max(topk, 0), width)
     few = k if k <= MOST else 0
-    tiles = triton.cdiv(width, TILE)
-    columns = triton.next_power_of_2(triton.cdiv(width, GROUPS))
+    tiles = cdiv(width, TILE)
+    columns = power(cdiv(width, GROUPS))
     group = max(16, columns)
     groups = tiles * (TILE // group)
 
@@ -130,7 +129,7 @@ def logprobs_of(
     _parts[(n, tiles)](logits, chosen, part, top, stride, width, few, num_warps=8, **sizes, **pdl(logits))
     constants = pdl(logits)
     constants["TILES"] = tiles
-    constants["P"] = triton.next_power_of_2(tiles)
+    constants["P"] = power(tiles)
     constants["num_warps"] = 1
     _total[(n,)](logits, chosen, part, total, value, rank, stride, **constants)
     if k > MOST:
@@ -151,8 +150,8 @@ def _launch_best(logits: Tensor, top: Tensor, total: Tensor, ids: Tensor, best: 
     constants = pdl(logits)
     constants["GROUP"] = group
     constants["GROUPS"] = groups
-    constants["G"] = triton.next_power_of_2(groups)
-    constants["K"] = triton.next_power_of_2(k)
+    constants["G"] = power(groups)
+    constants["K"] = power(k)
     constants["num_warps"] = 8
     stride = logits.stride(0)
     _best[(n,)](logits, top, total, ids, best, stride, width, k, **constants)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import kernel, pdl, wait
+from .launch import cdiv, kernel, pdl, wait
 
 BLOCK = 4096
 
@@ -38,7 +37,7 @@ def apply(x: Tensor, index: Tensor, mask: Tensor) -> None:
     """
     rows, width = x.shape
     if rows:
-        grid = (rows, triton.cdiv(width, BLOCK))
+        grid = (rows, cdiv(width, BLOCK))
         stride = x.stride(0)
         words = mask.shape[1]
         _apply[grid](x, stride, index, mask, words, width, BLOCK=BLOCK, num_warps=4, **pdl(x))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .eight_bits import TOP, codes_of, empty_rows, size_of, step_of
-from .launch import pdl, wait
+from .launch import pdl, power, wait
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def _launch(
         return y, stream
     constants = pdl(x)
     constants["DIM"] = dim
-    constants["P"] = triton.next_power_of_2(dim)
+    constants["P"] = power(dim)
     constants["ADD"] = residual is not None
     constants["FIRST"] = first is not None
     constants["CENTERED"] = centered

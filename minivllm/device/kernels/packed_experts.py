@@ -10,14 +10,13 @@ Blocks, their pairs and the sum over a token's k experts are those of ``experts`
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import StoredWeight
 
 from .experts import Division, ExpertProducts, _block, _gated, chosen_tile
-from .launch import capability, kernel, pdl, wait
+from .launch import capability, cdiv, kernel, pdl, power, wait
 from .packed_tiles import add_tile, inputs_of, load_x
 from .quant_formats import zeros_of
 from .split_sums import drained
@@ -198,7 +197,7 @@ class PackedExperts(ExpertProducts):
         tile = self._tile(pairs, True)
         inner = x.new_empty(blocks * tile["BM"], n)
         both = pdl(x) | {"N": n, "H": h}
-        both["FROM"] = triton.next_power_of_2(pairs) if order is ids else 0
+        both["FROM"] = power(pairs) if order is ids else 0
         both["IEEE"] = x.dtype == torch.float32
         both["ASM"] = x.dtype == torch.bfloat16 and capability(x.device) >= 9
         constants = both | tile | up.constants | division.constants()
@@ -207,13 +206,13 @@ class PackedExperts(ExpertProducts):
         constants["BIAS"] = self.up_bias is not None
         squares, eps, _ = division
         of_blocks = (up_bias, order, expert, squares, inner, pairs)
-        programs = triton.cdiv(n, tile["BN"])
+        programs = cdiv(n, tile["BN"])
         _up[(programs, blocks)](x, *up.tensors, *of_blocks, eps, self.limit, self.alpha, **constants)
         tile = self._tile(pairs, False)
         y = x.new_empty(pairs, h)
         constants = both | tile | down.constants
         constants["BIAS"] = self.down_bias is not None
         of_blocks = (down_bias, order, expert, weights, y, pairs)
-        programs = triton.cdiv(h, tile["BN"])
+        programs = cdiv(h, tile["BN"])
         _down[(programs, blocks)](inner, *down.tensors, *of_blocks, **constants)
         return y

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import pdl, wait
+from .launch import cdiv, pdl, wait
 
 TILE = 4096
 
@@ -33,7 +33,7 @@ def best_of_tiles(logits: Tensor) -> Tensor:
     any dtype.
     """
     n, width = logits.shape
-    tiles = triton.cdiv(width, TILE)
+    tiles = cdiv(width, TILE)
     best = torch.empty(n, tiles, dtype=torch.float32, device=logits.device)
     _best[(n, tiles)](logits, best, logits.stride(0), width, TILE=TILE, TILES=tiles, num_warps=8, **pdl(logits))
     return best

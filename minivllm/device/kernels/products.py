@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .activation import NUMBER, activate
-from .launch import kernel, pdl, roomy, wait
+from .launch import cdiv, kernel, pdl, power, roomy, wait
 from .split_sums import scratch_of
 
 # largest number of rows for which these kernels are faster than a library's product and a second kernel for the
@@ -166,7 +166,7 @@ def vector_tile(n: int, k: int, gated: bool) -> dict[str, int]:
     """
     sums = 2 if gated else 1  # of an output
     if k <= 1024 or (k <= 4096 and n * k <= SMALL):
-        inputs = triton.next_power_of_2(k)
+        inputs = power(k)
         rows = max(8192 // inputs, 2)
         return dict(BN=rows // sums, BK=inputs, STAGES=0, num_warps=8 // sums)
     warps = 8 if k > 8192 else 4
@@ -178,8 +178,8 @@ def _cost(rows: int, n: int, bm: int, bn: int) -> int:
 
     The elements that a tile loads count with a small weight.
     """
-    tiles = triton.cdiv(rows, bm) * triton.cdiv(n, bn)
-    waves = triton.cdiv(tiles, SLOTS)
+    tiles = cdiv(rows, bm) * cdiv(n, bn)
+    waves = cdiv(tiles, SLOTS)
     loaded = bm + bn
     return waves * (bm * bn + 24 * loaded)
 
@@ -191,13 +191,13 @@ def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
         return _staged(bm, bn, 128, 1, gated)
     bn = 64
     bm = 16
-    columns = triton.cdiv(n, bn)
-    while bm < min(rows, 64) and triton.cdiv(rows, bm) * columns > 160:
+    columns = cdiv(n, bn)
+    while bm < min(rows, 64) and cdiv(rows, bm) * columns > 160:
         bm *= 2
-    programs = triton.cdiv(rows, bm) * columns
+    programs = cdiv(rows, bm) * columns
     if programs > 200 and not gated:
         bn = 128
-        programs = triton.cdiv(rows, bm) * triton.cdiv(n, bn)
+        programs = cdiv(rows, bm) * cdiv(n, bn)
     bk = 128
     if gated and bm == 64:
         bk = 64
@@ -273,7 +273,7 @@ class Product:
         y = torch.empty((m, n), dtype=x.dtype, device=x.device)
         tile = vector_tile(n, k, gated) if m == 1 else matrix_tile(m, n, k, gated)
         bn = tile["BN"]
-        tiles = triton.cdiv(n, bn)
+        tiles = cdiv(n, bn)
         sums = None
         if self.mode == ADDED:
             sums = torch.empty((m, tiles), dtype=torch.float32, device=x.device)
@@ -285,7 +285,7 @@ class Product:
         constants["K"] = k
         constants["DIM"] = k
         constants["PARTS"] = parts
-        constants["PARTS_P"] = triton.next_power_of_2(max(parts, 1))
+        constants["PARTS_P"] = power(max(parts, 1))
         constants["MODE"] = self.mode
         constants["BIAS"] = self.bias is not None
         constants["ACT"] = NUMBER[self.activation]
@@ -295,7 +295,7 @@ class Product:
         bm = tile["BM"]
         bk = tile["BK"]
         sk = tile["SK"]
-        rows = triton.cdiv(m, bm)
+        rows = cdiv(m, bm)
         columns = 2 * bn if gated else bn
         scratch = scratch_of(y, sk, rows * bm * tiles * columns)
         inputs = TensorDescriptor.from_tensor(x, [bm, bk])

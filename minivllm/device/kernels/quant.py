@@ -16,12 +16,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .activation import LONGEST
-from .launch import capability, kernel, pdl, wait
+from .launch import capability, cdiv, kernel, pdl, wait
 from .quant_epilogue import Around, EpilogueProduct, Result, Tile
 from .quant_formats import QuantizedWeight
 from .quant_gemv import FEW, gemv, gemv_fits
@@ -161,7 +160,7 @@ class Quantized(QuantizedWeight):
         """Dequantize some rows of the weight to ``dtype``: [rows, K]."""
         count = rows.stop - rows.start
         out = torch.empty((count, self.form.k), dtype=dtype, device=self.weight.device)
-        grid = (count, triton.cdiv(self.weight.shape[1], 2048))
+        grid = (count, cdiv(self.weight.shape[1], 2048))
         tensors = (self.weight, self.scale, self.zero, self.table)
         _numbers[grid](*tensors, out, rows.start, F=self.form, BB=2048, **pdl(out))
         return out
@@ -181,7 +180,7 @@ class FusedProduct(EpilogueProduct):
         super().__init__(*given, **more)
         self.scaled = scaled
         self.rows = small_m_rows(self)
-        counters = triton.cdiv(self.form.n, 16)
+        counters = cdiv(self.form.n, 16)
         self.arrived = torch.zeros(counters, dtype=torch.int32, device=self.of.weight.device)
 
     @property

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import NUMBER
+from .launch import power
 from .products import ADDED, GATED, PLAIN, _finish
 from .quant_formats import QuantizedWeight
 
@@ -107,7 +108,7 @@ class EpilogueProduct:
             partials = torch.empty((len(x), parts), dtype=torch.int32, device=x.device)
         squares, eps, residual, norm = around
         before = 0 if squares is None else squares.shape[1]
-        before_p = triton.next_power_of_2(max(before, 1))
+        before_p = power(max(before, 1))
         act = NUMBER[self.activation]
         epilogue = Epilogue(mode, bias is not None, act, by_row is not None, before, before_p)
         scale = self.of.scale

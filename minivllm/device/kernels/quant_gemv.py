@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .activation import activate
 from .eight_bits import TOP, codes_of, divided, rows, size_of, step_of
-from .launch import kernel, multiprocessors, pdl, wait
+from .launch import cdiv, kernel, multiprocessors, pdl, power, wait
 from .products import GATED
 from .quant_epilogue import NOTHING, Around, EpilogueProduct, Result, Tile
 from .quant_float16 import UNITS, code_products, eight_products, pair_of, power_of, two_of
@@ -434,7 +434,7 @@ def gemv_tile(form: Form, gated: bool, unit: int) -> Tile:
         bn, each = 4, 4
     if gated:
         bn //= 2
-    inputs = max(triton.next_power_of_2(form.k), 256)
+    inputs = max(power(form.k), 256)
     bn *= max(1, SHORT // inputs)
     return dict(BN=min(bn, 32), EACH=each, STAGES=stages, num_warps=warps)
 
@@ -506,19 +506,19 @@ def gemv(
         else:
             tile = gemv_tile(form, product.mode == GATED, unit)
     constants = pdl(x) | tile
-    programs = triton.cdiv(form.n, constants["BN"])
+    programs = cdiv(form.n, constants["BN"])
     constants["PROGRAMS"] = 0
     if "EACH" in constants:
         running = constants.pop("EACH") * multiprocessors(x.device)
         programs = min(programs, running)
         constants["PROGRAMS"] = programs
         group = form.group if form.bits == 4 else 0
-        constants["BK"] = max(triton.next_power_of_2(form.k), 256, group)
+        constants["BK"] = max(power(form.k), 256, group)
     top = 0.0
     if rounded is not None and by_row is None:
         top = TOP[rounded]
     known = 0 if tops is None else tops.shape[1]
-    known_p = triton.next_power_of_2(max(known, 1))
+    known_p = power(max(known, 1))
     y, partials, tensors, constants["P"] = product.given(x, by_row, around, programs, True, y)
     constants["F"] = form
     constants["E"] = Elements(unit, top, known, known_p)

@@ -20,13 +20,12 @@ element.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .eight_bits import halved_rows
-from .launch import capability, kernel, pdl, wait
+from .launch import capability, cdiv, kernel, pdl, wait
 from .quant_formats import Form, QuantizedWeight, bytes_of, nibbles_of, table_words
 from .quant_gemv import WIDE
 from .split_sums import drained, scratch_of, together
@@ -75,7 +74,7 @@ def halves(x: Tensor) -> Tensor:
     m, k = x.shape
     y = torch.empty_like(x)
     if m:
-        grid = (m, triton.cdiv(k, 4096))
+        grid = (m, cdiv(k, 4096))
         _halves[grid](x, y, K=k, BK=4096, **pdl(x))
     return y
 
@@ -165,7 +164,7 @@ def _tma_tile(form: Form, rows: int, large: bool) -> dict[str, int]:
         bm, stages, most = 32, 5, 384
     elif rows <= 64:
         bm, stages = 64, 4
-    programs = triton.cdiv(rows, bm) * triton.cdiv(form.n, 64)
+    programs = cdiv(rows, bm) * cdiv(form.n, 64)
     sk = next((parts for parts in (4, 2) if programs * parts <= most), 1)
     return {"BM": bm, "BN": 64, "BK": 128, "SK": sk, "STAGES": stages, "num_warps": 4}
 
@@ -186,8 +185,8 @@ def matmul(
         bm = 128
     bn = constants["BN"]
     bk = constants["BK"]
-    rows = triton.cdiv(m, bm)
-    tiles = triton.cdiv(form.n, bn)
+    rows = cdiv(m, bm)
+    tiles = cdiv(form.n, bn)
     parts = constants["SK"] if rows * tiles <= len(of.arrived) else 1
     scratch = scratch_of(y, parts, rows * bm * tiles * bn)
     weight = of.weight
@@ -262,6 +261,6 @@ def int8_large(
     bk = constants["BK"]
     rows = TensorDescriptor.from_tensor(q, [bm, bk])
     columns = TensorDescriptor.from_tensor(weight, [bn, bk])
-    grid = (triton.cdiv(m, bm), triton.cdiv(n, bn))
+    grid = (cdiv(m, bm), cdiv(n, bn))
     _int8_large[grid](rows, columns, by_row, scale, y, m, N=n, K=k, **constants)
     return y

@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .eight_bits import rows as rounded_rows
 from .eight_bits import size_of
-from .launch import capability, kernel, multiprocessors, pdl, wait
+from .launch import capability, cdiv, kernel, multiprocessors, pdl, power, wait
 from .products import ADDED, GATED, PLAIN
 from .quant_epilogue import Around, EpilogueProduct, Result, Tile, finish
 from .quant_float16 import UNITS, power_of
@@ -105,7 +105,7 @@ def _product8(product: EpilogueProduct, x: Tensor, around: Around, tile: Tile | 
         x, by_row = rounded_rows(x, product.rounded, x.dtype)
     constants = pdl(x) | (tile or _tile8(form.n, product.mode == GATED))
     constants["F"] = form
-    tiles = triton.cdiv(form.n, constants["BN"])
+    tiles = cdiv(form.n, constants["BN"])
     y, sums, tensors, constants["E"] = product.given(x, by_row, around, tiles)
     pairs = x.view(torch.int32)
     codes = product.of.weight.view(torch.int16)
@@ -343,7 +343,7 @@ def _tile4(form: Form, mode: int) -> Tile:
         each, stages, warps = 4, 2, 4
     else:
         each, stages, warps = 6, 3, 2
-    split = triton.cdiv(form.k, part)
+    split = cdiv(form.k, part)
     return dict(BN=16, EACH=each, SK=split, STAGES=stages, num_warps=warps)
 
 
@@ -354,13 +354,13 @@ def _product4(product: EpilogueProduct, x: Tensor, around: Around, arrived: Tens
     constants = pdl(x) | (tile or _tile4(form, product.mode))
     split = constants["SK"]
     bn = constants["BN"]
-    tiles = triton.cdiv(form.n, bn)
+    tiles = cdiv(form.n, bn)
     room = constants.pop("EACH") * multiprocessors(x.device)
-    turns = triton.cdiv(tiles, max(1, room // split))
+    turns = cdiv(tiles, max(1, room // split))
     if split > 1 and product.mode == ADDED:
         # a power of two, because a program sums the squares of all its tiles into one number
-        turns = triton.next_power_of_2(turns)
-    programs = triton.cdiv(tiles, turns)
+        turns = power(turns)
+    programs = cdiv(tiles, turns)
     y, sums, tensors, epilogue = product.given(x, None, around, programs if split > 1 else tiles)
     columns = 4 if form.group == 32 and m <= 4 else 8
     sums_of_row = tiles * bn
@@ -368,15 +368,15 @@ def _product4(product: EpilogueProduct, x: Tensor, around: Around, arrived: Tens
         sums_of_row *= 2
     scratch = scratch_of(y, split, columns * sums_of_row)
     batch = max(form.group, 64)
-    batches_of_part = triton.cdiv(form.k, batch * split)
-    batches = triton.next_power_of_2(batches_of_part)
+    batches_of_part = cdiv(form.k, batch * split)
+    batches = power(batches_of_part)
     width = batch // 4
     codes = of.weight.view(torch.int16)
     elements = codes.view(of.form.n, form.k // batch, width)
     weight = TensorDescriptor.from_tensor(elements.transpose(0, 1), [batches, bn, width])
     constants["BM"] = columns
     constants["T"] = turns
-    constants["T_P"] = triton.next_power_of_2(turns)
+    constants["T_P"] = power(turns)
     constants["G"] = batches
     constants["F"] = form
     constants["E"] = epilogue

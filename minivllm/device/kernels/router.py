@@ -17,11 +17,10 @@ The reference is ``device.layers.experts``.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import kernel, pdl, wait
+from .launch import kernel, pdl, power, wait
 
 CHUNK = 2048  # number of (token, expert) pairs that a program reads at a time
 SCORES = {"softmax": 0, "chosen_softmax": 1, "sigmoid": 2}
@@ -102,9 +101,9 @@ def route(
         return weights, ids
     constants = pdl(logits)
     constants["E"] = e
-    constants["P"] = triton.next_power_of_2(e)
+    constants["P"] = power(e)
     constants["K"] = chosen
-    constants["KP"] = triton.next_power_of_2(chosen)
+    constants["KP"] = power(chosen)
     constants["SCORE"] = SCORES[score]
     constants["CHOICE"] = choice_bias is not None
     constants["NORMALIZE"] = normalize
@@ -178,10 +177,10 @@ def assign(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, Tensor]:
     blocks = most_blocks(pairs, experts, bm)
     order = torch.empty(blocks * bm, dtype=torch.int32, device=ids.device)
     expert = torch.empty(blocks, dtype=torch.int32, device=ids.device)
-    chunk = min(CHUNK, max(128, triton.next_power_of_2(pairs)))
+    chunk = min(CHUNK, max(128, power(pairs)))
     constants = pdl(ids)
     constants["E"] = experts
-    constants["P"] = triton.next_power_of_2(experts)
+    constants["P"] = power(experts)
     constants["BM"] = bm
     constants["CHUNK"] = chunk
     constants["ONCE"] = pairs <= chunk

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .eight_bits import divided, rows, size_of, step_of
-from .launch import capability, kernel, pdl, wait
+from .launch import capability, cdiv, kernel, pdl, power, wait
 from .quant import Quantized
 from .quant_epilogue import EpilogueProduct
 from .quant_gemv import FEW, WIDE, gemv
@@ -57,7 +57,7 @@ def rounded_but_large(x: Tensor, threshold: float) -> Tensor:
     m, k = x.shape
     y = torch.empty_like(x)
     if m:
-        block = min(triton.next_power_of_2(k), 8192)
+        block = min(power(k), 8192)
         warps = 8 if block > 2048 else 4
         _rounded[(m,)](x, y, threshold, K=k, BK=block, num_warps=warps, **pdl(x))
     return y
@@ -184,9 +184,9 @@ def _tile_of_few(m: int, n: int, k: int, whole: bool) -> dict[str, int]:
         most = max(1, k // 1024)
         sk = 4 if m <= 32 else 1 if whole else 2
         sk = min(sk, most)
-    bm = max(16, triton.next_power_of_2(m))
+    bm = max(16, power(m))
     stages, ahead = 3, 256
-    if triton.cdiv(n, 64) * sk <= MULTIPROCESSORS:  # a program is alone on its multiprocessor
+    if cdiv(n, 64) * sk <= MULTIPROCESSORS:  # a program is alone on its multiprocessor
         stages, ahead = 6, 512
     elif m <= 32:
         stages = 4
@@ -218,7 +218,7 @@ def product(
     bm = constants["BM"]
     bn = constants["BN"]
     bk = constants["BK"]
-    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    tiles = cdiv(m, bm) * cdiv(n, bn)
     if arrived is None or tiles > len(arrived):
         constants["SK"] = 1
     parts = constants["SK"]

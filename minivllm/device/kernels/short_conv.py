@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .delta_rule import keep
-from .launch import kernel, pdl, wait
+from .launch import cdiv, kernel, pdl, power, wait
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.states import StepStates
@@ -77,8 +76,8 @@ def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, s
     if not tokens:
         return out
     u = torch.empty_like(out)
-    columns = min(CHANNELS, triton.next_power_of_2(channels))
-    grid = (tokens, triton.cdiv(channels, columns))
+    columns = min(CHANNELS, power(channels))
+    grid = (tokens, cdiv(channels, columns))
     of_rows = (step.rows, step.start, step.behind, step.cu_q)
     given = weight if bias is None else bias
     # ``rows.bit_length()`` is the number of steps of the kernel's binary search for the row of a token

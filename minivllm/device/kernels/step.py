@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.plan import EOS, FAILED, LENGTH, NAN, OVERSHOOT, STOP_ID, STOP_IDS
 
-from .launch import kernel, pdl, wait
+from .launch import kernel, pdl, power, wait
 
 _EOS, _STOP, _LENGTH, _NAN = (tl.constexpr(x) for x in (EOS, STOP_ID, LENGTH, NAN))
 _OVERSHOOT, _FAILED = tl.constexpr(OVERSHOOT), tl.constexpr(FAILED)
@@ -57,7 +56,7 @@ def draw_constants(tiles: int, like: Tensor) -> dict[str, Any]:
     """
     constants = pdl(like)
     constants["TILES"] = tiles
-    constants["P"] = triton.next_power_of_2(tiles)
+    constants["P"] = power(tiles)
     constants["IDS"] = STOP_IDS
     constants["num_warps"] = 1
     return constants

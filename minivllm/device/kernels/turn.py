@@ -9,11 +9,10 @@ reference is ``device.layers.patch_tower.turned``.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import kernel
+from .launch import kernel, power
 
 
 @kernel("tokens", "patches")
@@ -41,8 +40,8 @@ def turn(qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     ``cos`` and ``sin`` f32 [N, D] belong to N patches, and T is a multiple of N: several images of one grid.  The
     first half of ``sin`` has the opposite sign."""
     tokens, _, heads, dim = qkv.shape
-    heads_p = triton.next_power_of_2(heads)
-    dim_p = triton.next_power_of_2(dim)
+    heads_p = power(heads)
+    dim_p = power(dim)
     out = torch.empty(2, tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     _turn[(tokens, 2)](qkv, cos, sin, out, tokens, len(cos), heads, dim, heads_p, dim_p, num_warps=4)
     return out

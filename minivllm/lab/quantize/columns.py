@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.device.kernels.launch import kernel
+from minivllm.device.kernels.launch import cdiv, kernel, power
 
 from .grid import CUTS, SHORTEST
 
@@ -142,7 +142,7 @@ class ColumnKernel:
         else:
             self.step = math.gcd(self.size, MOST)
         self.codes = torch.empty(n, k, dtype=torch.uint8, device=weight.w.device)
-        width = triton.next_power_of_2(self.step)
+        width = power(self.step)
         self._errors = weight.w.new_empty(n, width)
         shape = {"K": k, "GROUPS": weight.scales.shape[1], "BR": ROWS, "C": width}
         codes = {"TOP": grid.top, "LEAST_ZERO": grid.least_zero, "SYMMETRIC": grid.symmetric}
@@ -158,7 +158,7 @@ class ColumnKernel:
         # at the first block of a group, the scale is computed
         if not self.fit and not of.fixed and start % self.size == 0:
             of.fit_group(of.w[:, start : start + self.size], start)
-        launch = _columns[(triton.cdiv(n, ROWS),)]
+        launch = _columns[(cdiv(n, ROWS),)]
         tensors = (of.w, of.factor, of.importance, self._group_of, self.codes, self._errors, of.scales, of.zeros)
         launch(*tensors, start, stop, group, n, num_warps=4, **self._constants)
         return self._errors[:, : stop - start]

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.device.kernels.launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import cdiv, kernel, pdl, power, wait
 
 # (most tokens of a step, tokens of a tile); batch-invariant steps always use the first tile
 TILES = ((256, 16), (1024, 32), (1 << 62, 64))
@@ -108,7 +108,7 @@ def group(tokens: Tensor, ranks: Tensor, invariant: bool) -> TokenGroups:
     parts = [tiles * tile, tiles, tiles, tiles * layers]
     ints = torch.empty(sum(parts), dtype=torch.int32, device=tokens.device)
     rows, sizes, adapters, of_tiles = ints.split(parts)
-    width = triton.next_power_of_2(places + 1)
+    width = power(places + 1)
     most = 64 if count <= SPLIT_TO else 1024
     scan = max(16, min(most, SCANNED // width))
     shape = {"P": width, "BT": tile, "SCAN": scan, "BL": 128, "num_warps": 4}
@@ -204,7 +204,7 @@ class LoraProduct:
         self.number = number
         _, self.parts, self.rank, self.inputs = a.shape
         outputs = b.shape[1]
-        self.width = triton.next_power_of_2(self.rank)
+        self.width = power(self.rank)
         self.starts = tuple(starts)
         self.gates = self.starts == (0, outputs // 2)  # whether it has two parts of equal size (gate, up)
         self.precision = "ieee" if a.dtype == torch.float32 else "tf32"
@@ -242,15 +242,15 @@ class LoraProduct:
         block_k = 128
         stages = 3
         if groups.few:
-            span = -(-span // SPLITS)  # ``triton.cdiv`` on the host takes microseconds, and each layer calls this
+            span = cdiv(span, SPLITS)
             block_k = 512
             stages = 2
         block_k = max(32, min(block_k, 16384 // self.width))
-        blocks = -(-span // block_k)
+        blocks = cdiv(span, block_k)
         if blocks == 1:
             stages = 1
         span = blocks * block_k
-        splits = -(-self.inputs // span)
+        splits = cdiv(self.inputs, span)
         shape = splits, self.parts, groups.tokens, self.width
         h = torch.empty(shape, dtype=torch.float32, device=x.device)
         options = {"BT": tile, "BK": block_k, "SPAN": span, "num_warps": 4, "num_stages": stages}

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.device.kernels.activation import NUMBER, activate
-from minivllm.device.kernels.launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import cdiv, kernel, pdl, wait
 
 from .triton_lora import LoraProduct, TokenGroups, of_tile
 
@@ -82,7 +82,7 @@ def gated(
     tiles, tile = groups.rows.shape
     tokens = y.shape[0]
     n = y.shape[1] // 2
-    ranges = triton.cdiv(n, GATES * LOOP)
+    ranges = cdiv(n, GATES * LOOP)
     out = torch.empty((tokens, n), dtype=y.dtype, device=y.device)
     inner = None
     if after is not None:

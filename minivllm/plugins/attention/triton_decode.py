@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
-from minivllm.device.kernels.launch import keep_room, kernel, multiprocessors, pdl, release, settle, wait
+from minivllm.device.kernels.launch import cdiv, keep_room, kernel, multiprocessors, pdl, power, release, settle, wait
 
 from .triton_bytes import numbers, quarters, together
 
@@ -396,11 +396,6 @@ def finish(acc, m, total, at, on, heads, sinks, out, lse, DV: tl.constexpr, DVP:
         tl.store(lse + at, (m + tl.log2(some)) * LN2, mask=on)
 
 
-def power(n: int) -> int:
-    """Return the least power of two that is at least n."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def vector(n: int) -> int:
     """Return the vector size of a kernel over n rows or entries.
 
@@ -572,7 +567,7 @@ def decode(
     # through which the products of quantized weights before and after this kernel load (``keep_room``).
     if rows == 1:
         programs = spec.kv_heads * entries
-        room = triton.cdiv(programs, multiprocessors(q.device))
+        room = cdiv(programs, multiprocessors(q.device))
     constants["GP"] = power(max(constants["G"], 8))
     constants["VS"] = elements
     constants["BLOCK"] = meta.block

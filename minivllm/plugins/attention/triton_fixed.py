@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
-from minivllm.device.kernels.launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import cdiv, kernel, pdl, power, wait
 
 from .triton_decode import (
     LOG2E,
@@ -36,7 +36,6 @@ from .triton_decode import (
     layer_constants,
     numbers_of,
     page_of,
-    power,
 )
 from .triton_prefill import KEYS, Tiles, by_tma, inputs_of, load_scales, load_tile, see
 
@@ -220,7 +219,7 @@ def parts_of(spec: AttnSpec, tiles: int, lines: int, longest: int, device: torch
 
     ``lines`` of a tile are stored for each KV head.  No context is longer than ``longest`` tokens.  Programs share a
     tile only if few tiles occupy the device, and if the sums need at most ``MOST_BYTES``.  The bits are the same."""
-    most = triton.cdiv(max(longest, 1), PART)
+    most = cdiv(max(longest, 1), PART)
     occupied = max(tiles * spec.kv_heads, 1)
     programs = min(MOST_PROGRAMS, most, PROGRAMS // occupied)
     stored = tiles * spec.kv_heads * lines * most

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
-from minivllm.device.kernels.launch import capability, kernel
+from minivllm.device.kernels.launch import capability, cdiv, kernel, power
 
 from .triton_decode import (
     LOG2E,
@@ -37,7 +37,6 @@ from .triton_decode import (
     layer_constants,
     numbers_of,
     page_of,
-    power,
     scaled_values,
     scales_of,
 )
@@ -309,7 +308,7 @@ def tiles_on_device(q_len: Tensor, kv_len: Tensor, most: int, tokens: int, least
     count = len(q_len)
     rows = power(count)
     at_once = max(1, min(32, 4096 // rows))
-    programs = triton.cdiv(most, at_once)
+    programs = cdiv(most, at_once)
     sizes = {"TOKENS": tokens, "P": rows, "B": at_once, "LEAST": least, "num_warps": 4}
     _tiles[(programs,)](q_len, kv_len, row, token, count, most, **sizes)
     return row, token

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
-from minivllm.device.kernels.launch import kernel, pdl, release, settle, wait
+from minivllm.device.kernels.launch import kernel, pdl, power, release, settle, wait
 
 from .triton_decode import (
     LOG2E,
@@ -40,7 +40,6 @@ from .triton_decode import (
     layer_constants,
     numbers_of,
     page_of,
-    power,
     scales_of,
     vector,
 )

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
-from minivllm.device.kernels.launch import kernel
+from minivllm.device.kernels.launch import cdiv, kernel
 
 from .triton_decode import scales_of
 from .triton_prefill import KEYS
@@ -154,7 +154,7 @@ def widened(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> tuple[AttnLayer, Att
     v_to = v.new_empty((room, *v_block.shape), dtype=q.dtype)
     constants = {"KE": k_block.numel(), "VE": v_block.numel()}
     most = max(constants.values())
-    grid = (blocks, triton.cdiv(most, CHUNK))
+    grid = (blocks, cdiv(most, CHUNK))
     constants["D"] = spec.dim_qk
     constants["DV"] = spec.dim_v
     constants["CHUNK"] = CHUNK

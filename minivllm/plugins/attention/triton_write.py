@@ -19,9 +19,9 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, QKPre
 from minivllm.device.kernels.eight_bits import divided
-from minivllm.device.kernels.launch import kernel, pdl, release, settle
+from minivllm.device.kernels.launch import cdiv, kernel, pdl, power, release, settle
 
-from .triton_decode import power, scales_of
+from .triton_decode import scales_of
 
 TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32 number
 ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding this number rounds to a whole number
@@ -210,5 +210,5 @@ def write(
     places = (meta.position, meta.slot_map[layer.group])
     strides = (q.stride(0), k.stride(0), v.stride(0), meta.slot_map.stride(1))
     eps = pre.eps if pre else 0.0
-    _write[(tokens, triton.cdiv(total, each))](*tensors, *places, *strides, eps, **constants)
+    _write[(tokens, cdiv(total, each))](*tensors, *places, *strides, eps, **constants)
     return out

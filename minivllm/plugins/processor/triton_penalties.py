@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Rows
-from minivllm.device.kernels.launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import kernel, pdl, power, wait
 
 CELLS = 8192  # largest number of cells of the hash table of a row; histories with more tokens need more rounds
 CHUNK = 2048  # tokens that are read together; the same for all histories, so that one compilation serves them
@@ -103,7 +103,7 @@ def penalize(logits: Tensor, rows: Rows, repetition: Tensor, presence: Tensor, f
     n = len(rows.slots)
     room = max(rows.max_position, 1)
     width = min(max(rows.max_position, 256), rows.tokens.shape[1])
-    cells = min(CELLS, 2 * triton.next_power_of_2(width))
+    cells = min(CELLS, 2 * power(width))
     kept = torch.empty(n, cells, dtype=torch.int32, device=logits.device)
     counts = torch.empty_like(kept)
     done = torch.empty(n, room, dtype=torch.int8, device=logits.device)

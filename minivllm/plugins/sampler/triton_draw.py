@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.device.kernels.launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import cdiv, kernel, pdl, power, wait
 
 from .triton_noise import gumbel_noise, row_keys
 
@@ -163,12 +163,12 @@ class DrawWork:
 
     @property
     def p(self) -> int:
-        return triton.next_power_of_2(self.tiles)
+        return power(self.tiles)
 
 
 def group_size(width: int) -> int:
     """Return how many neighbouring tokens form a group: a power of two such that a row has at most GROUPS groups."""
-    return max(16, triton.next_power_of_2(triton.cdiv(width, GROUPS)))
+    return max(16, power(cdiv(width, GROUPS)))
 
 
 def first(
@@ -179,7 +179,7 @@ def first(
     ``logits`` is [N, V] of any dtype.  ``few`` means that a row has top-k.
     """
     n, width = logits.shape
-    tiles = triton.cdiv(width, TILE)
+    tiles = cdiv(width, TILE)
     group = group_size(width)
     new = partial(torch.empty, dtype=torch.float32, device=logits.device)
     peak = new(n, tiles)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.device.kernels.launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import cdiv, kernel, pdl, power, wait
 
 from .triton_draw import DONE, OPEN, TILE, DrawWork, load_row, mass_of, pick, scale_of
 from .triton_noise import gumbel_noise, row_keys
@@ -93,12 +93,12 @@ def _redraw(
 def nucleus(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     """Check and redraw the candidates of ``first``.  Rows that are still OPEN then have their next candidate."""
     n, width = logits.shape
-    stripes = triton.cdiv(w.tiles, TILES_A_STRIPE)
+    stripes = cdiv(w.tiles, TILES_A_STRIPE)
     mass = torch.empty(n, stripes, 2, dtype=torch.int64, device=logits.device)  # units of 2**-30
     stride = logits.stride(0)
     best = (w.peak, w.score, w.index)
     shape = dict(TILE=TILE, S=TILES_A_STRIPE, STRIPES=stripes, num_warps=8, **pdl(logits))
-    size = triton.next_power_of_2(stripes)
+    size = power(stripes)
     more = dict(TILES=w.tiles, P=size, FAST=logits.is_cuda, maxnreg=80)
     check = _check[(stripes, n)]
     redraw = _redraw[(stripes, n)]

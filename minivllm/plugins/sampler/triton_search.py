@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.device.kernels.launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import kernel, pdl, power, wait
 
 from .triton_draw import DONE, OPEN, DrawWork, load_row, mass_of, scale_of
 from .triton_noise import gumbel_noise, row_keys
@@ -134,7 +134,7 @@ def _search(
 def search(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     """Draw all rows that are not DONE; ``tokens`` holds the candidates of rows that are OPEN."""
     n, width = logits.shape
-    chunk = min(CHUNK, triton.next_power_of_2(width))
+    chunk = min(CHUNK, power(width))
     bits = 16 if logits.dtype == torch.bfloat16 else 32
     top_k = w.columns[1]
     read = (w.slots, top_k, *w.rows)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.device.kernels.launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import kernel, pdl, power, wait
 
 from .spec import SMALL_K as MOST
 from .triton_draw import DONE, TILE, WAITS, DrawWork, mass_of, scale_of
@@ -150,8 +150,8 @@ def few(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
     """Draw the rows whose top-k is at most MOST.  A row with too many candidates keeps the state WAITS."""
     n, width = logits.shape
     groups = w.tiles * (TILE // w.group)
-    g = triton.next_power_of_2(groups)
-    room = min(ROOM, triton.next_power_of_2(width))
+    g = power(groups)
+    room = min(ROOM, power(width))
     new = partial(torch.empty, dtype=torch.float32, device=logits.device)
     hits = new(n, g, dtype=torch.int32)
     value = new(n, room)

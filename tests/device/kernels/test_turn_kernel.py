@@ -13,7 +13,9 @@ from devices import DEVICE
 if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from minivllm.device.kernels.turn import triton, turn
+import triton
+
+from minivllm.device.kernels.turn import turn
 from minivllm.device.layers.patch_tower import turned
 
 RUNS = DEVICE != "cpu" or triton.knobs.runtime.interpret
