@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def cdiv(n: int, size: int) -> int:
-    """Return n / size, rounded up.  ``triton.cdiv`` takes 70 times as long, because kernels may call it too."""
+    """Return n / size, rounded up.  ``triton.cdiv`` takes microseconds, because kernels may call it too."""
     return -(-n // size)
 
 

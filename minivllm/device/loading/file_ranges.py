@@ -23,8 +23,8 @@ from torch import Tensor
 # names of dtypes in safetensors files, for dtypes with equal bytes in files and in memory
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 MOST_PARTS = 1024  # largest number of memory ranges in one call, a limit of Linux
-PIECE = 8 << 20  # largest number of bytes that a thread reads, or checks, at a time
-THREADS = min(8, os.cpu_count() or 1)  # threads that do so
+PIECE = 8 << 20  # largest number of bytes that a call of ``in_threads`` reads, scales or checks
+THREADS = min(8, os.cpu_count() or 1)  # threads of ``in_threads``, for all files together
 T = TypeVar("T")
 
 

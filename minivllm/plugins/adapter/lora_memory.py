@@ -320,4 +320,5 @@ def _groups_of(tokens: Tensor) -> list[tuple[int, Tensor | None]]:
 
 @torch.inference_mode()
 def _multiply(numbers: Tensor, factor: float) -> None:
+    """Multiply numbers in place.  They were made in inference mode, which each thread enters for itself."""
     numbers.mul_(factor)
