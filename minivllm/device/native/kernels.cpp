@@ -109,12 +109,11 @@ static inline void tile(const W& weights, const float* x, int64_t ldx, int64_t n
       }
   }
   float found[PADDED];
-#pragma GCC unroll 4
-  for (int a = 0; a < PADDED; a += LANES) {
-    Vec part[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) part[i] = a + i < COUNT ? total[a + i] : zero();
-    sums(part, found + a);
+  sums_of<COUNT>(total, found);
+  if (!w.bias && w.format != INT8 && whole == w.k) {
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++) std::memcpy(y + i * ldy + n, found + i * NR, NR * sizeof(float));
+    return;
   }
   for (int j = 0; j < NR; j++) {
     const float scale = weights.finish(n + j), bias = w.bias ? w.bias[n + j] : 0.0f;

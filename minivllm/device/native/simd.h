@@ -67,19 +67,45 @@ static inline void store_int8(int8_t* p, IVec x) { _mm_storeu_si128((__m128i*)p,
 static inline void store_f16(uint16_t* p, Vec x) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-// sums[i] = sum of the lanes of v[i]
-static inline void sums(const Vec* v, float* out) {
-  Vec t[8], u[4];
+// out[i] = sum of the lanes of v[i] for i < COUNT (4, 8 or 16); the order of the additions is the same for each COUNT
+template <int COUNT>
+static inline void sums_of_some(const Vec* v, float* out) {
+  constexpr int PAIRS = COUNT / 2, FOURS = COUNT / 4;
+  Vec t[PAIRS], u[FOURS];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) t[i] = add(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < PAIRS; i++) t[i] = add(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < FOURS; i++) {
     __m512d a = _mm512_castps_pd(t[2 * i]), b = _mm512_castps_pd(t[2 * i + 1]);
     u[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
   }
-  Vec a = add(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
-  Vec b = add(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
-  store(out, add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)));
+  const Vec first = u[0], second = u[COUNT > 4 ? 1 : 0];
+  const Vec a = add(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd));
+  Vec b = a;
+  if (COUNT == 16) {
+    const Vec third = u[FOURS / 2], fourth = u[FOURS - 1];
+    b = add(_mm512_shuffle_f32x4(third, fourth, 0x88), _mm512_shuffle_f32x4(third, fourth, 0xdd));
+  }
+  const Vec all = add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  if (COUNT == 4)
+    _mm_storeu_ps(out, _mm512_castps512_ps128(all));
+  else if (COUNT == 8)
+    _mm256_storeu_ps(out, _mm512_castps512_ps256(all));
+  else
+    store(out, all);
+}
+static inline void sums(const Vec* v, float* out) { sums_of_some<16>(v, out); }
+// out[i] = sum of the lanes of v[i] for i < COUNT; ``out`` has room for the next multiple of LANES
+template <int COUNT>
+static inline void sums_of(const Vec* v, float* out) {
+  constexpr int WHOLE = COUNT / LANES * LANES, REST = COUNT - WHOLE, SOME = REST > 8 ? 16 : REST > 4 ? 8 : 4;
+#pragma GCC unroll 4
+  for (int i = 0; i < WHOLE; i += LANES) sums(v + i, out + i);
+  if (!REST) return;
+  Vec part[SOME];
+#pragma GCC unroll 16
+  for (int i = 0; i < SOME; i++) part[i] = i < REST ? v[WHOLE + i] : zero();
+  sums_of_some<SOME>(part, out + WHOLE);
 }
 #else
 constexpr int LANES = 8;
@@ -159,6 +185,7 @@ static inline void store_int8(int8_t* p, IVec x) {
 static inline void store_f16(uint16_t* p, Vec x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+// out[i] = sum of the lanes of v[i]
 static inline void sums(const Vec* v, float* out) {
   Vec t[4], u[2];
   for (int i = 0; i < 4; i++) t[i] = add(_mm256_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm256_unpackhi_ps(v[2 * i], v[2 * i + 1]));
@@ -167,6 +194,17 @@ static inline void sums(const Vec* v, float* out) {
     u[i] = add(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
   }
   store(out, add(_mm256_permute2f128_ps(u[0], u[1], 0x20), _mm256_permute2f128_ps(u[0], u[1], 0x31)));
+}
+// out[i] = sum of the lanes of v[i] for i < COUNT; ``out`` has room for the next multiple of LANES
+template <int COUNT>
+static inline void sums_of(const Vec* v, float* out) {
+#pragma GCC unroll 4
+  for (int a = 0; a < COUNT; a += LANES) {
+    Vec part[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i++) part[i] = a + i < COUNT ? v[a + i] : zero();
+    sums(part, out + a);
+  }
 }
 #endif
 
