@@ -14,11 +14,12 @@ from typing import Any
 from . import asks, configs, pictures
 from .weights import changeable
 
-VERSION = "23"
+VERSION = "24"
 # kinds of faults, the most serious first; a case counts for the first of its kinds
 KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "weights",
          "finish", "stream", "text", "logprob", "taps", "ties")  # fmt: skip
 DRIVES = {"generate": 5, "streams": 4, "async": 4}
+FLOODS = 12  # largest number of requests that evict the cached blocks of an engine
 DEFAULT_DTYPES = {"cpu": ("float32",), "cuda": ("float32", "bfloat16", "float16")}
 
 
@@ -109,7 +110,27 @@ def case_of(seed: int, device: str, dtype: str) -> Case:
     engines = [configs.with_stores(random.Random(f"stores {seed} {i}"), e) for i, e in enumerate(engines)]
     resets = [w for w in range(1, waves) if rng.random() < 0.25]
     case = Case(seed, device, dtype, drive, engines, made, resets, rng.random() < 0.2, rng.choice([0, 0.3, 0.8]))
-    return _with_weights(random.Random(f"weights {seed}"), case, waves)
+    case = _with_weights(random.Random(f"weights {seed}"), case, waves)
+    return _with_returns(random.Random(f"returns {seed}"), case, waves)
+
+
+def _with_returns(rng: random.Random, case: Case, waves: int) -> Case:
+    """Add two waves for engines with tiers: prompts that evict all cached blocks from the device, and earlier requests
+    again, whose blocks are loaded from a tier."""
+    added: list[Ask] = []
+    for on, engine in enumerate(case.engines):
+        mine = [a for a in case.asks if a.engine == on and a.after is None]
+        tokens = (engine["num_kvcache_blocks"] - 1) * engine["kvcache_block_size"]
+        size = min(engine["max_model_len"] - 8, 250, tokens - 1)
+        floods = -(-tokens // size)
+        if not engine["kvstore"] or not mine or floods > FLOODS:
+            continue
+        for _ in range(floods):
+            prompt = [rng.randrange(3, configs.VOCAB[engine["model"]]) for _ in range(size)]
+            added.append(Ask(prompt, {"seed": 1, "max_tokens": 1}, engine=on, wave=waves))
+        longest_first = sorted(mine, key=lambda a: -len(a.prompt))[:6]
+        added += [replace(a, wave=waves + 1, leave=None) for a in longest_first]
+    return replace(case, asks=[*case.asks, *added])
 
 
 def _with_weights(rng: random.Random, case: Case, waves: int) -> Case:

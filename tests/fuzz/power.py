@@ -14,7 +14,7 @@ EXPECTED = {  # situations that a run of some hundred configurations must contai
             "drafts accepted", "drafts rejected", "abandoned", "chunked prompts", "log-probabilities", "next turns",
             "resets", "delays", "side by side", "steps ahead", "early stops", "values read", "steered",
             "adapters", "adapters replaced", "adapters: lora", "adapters: ia3", "adapters: steering",
-            "compressions", "images", "images again", "images beside tiers", "images with adapters",
+            "compressions", "loads from tiers", "images", "images again", "images beside tiers", "images with adapters",
             "images with drafts",
             "weights: other weights", "weights: mixed weights",
             "weights: pause", "weights: update", "weights: keep", "weights: refused", "weights: sleep"),
@@ -33,6 +33,7 @@ def count(case: Case, driven: Run, prompts: dict[int, list[int]]) -> Counter[str
         met["steps"] += stats.get("steps", 0)
         met["images again"] += stats.get("images", {}).get("reused", 0)
         loads = sum(tier["loads"] for tier in stats.get("tiers", ()))
+        met["loads from tiers"] += loads
         met["images beside tiers"] += loads if "images" in stats else 0
         met["compressions"] += stats.get("compression", {}).get("compressions", 0)
         met["adapters replaced"] += stats.get("adapters", {}).get("replaced_on_device", 0)

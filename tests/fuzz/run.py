@@ -35,6 +35,7 @@ from fuzz.pictures import without
 from fuzz.pool import Pool, Result
 from fuzz.ranks import shared
 from fuzz.shrink import Shrinker
+from minivllm.config.values import EngineConfig
 from minivllm.device.hardware import find_device
 
 STARTED = time.monotonic()
@@ -112,22 +113,26 @@ class Tally:
 
 
 def cases(ledger: Ledger, args: argparse.Namespace) -> Iterator[Case]:
-    """Yield earlier failures, then new seeds, both only with one of ``args.models`` if there are any."""
+    """Yield earlier failures, then new seeds, each only if an engine of its case is ``wanted``."""
     first = ledger.next if args.first_seed == "auto" else int(args.first_seed)
     for seed, dtype in list(ledger.failed):
         case = of_seed(args, seed, dtype)
-        if dtype in args.dtypes and has_model(case, args.models):
+        if dtype in args.dtypes and wanted(case, args):
             yield case
     for seed in range(first, first + args.configs):
         args.last_seed = seed
         case = of_seed(args, seed, dtype_of(seed, args.dtypes))
-        if has_model(case, args.models):
+        if wanted(case, args):
             yield case
 
 
-def has_model(case: Case, models: list[str]) -> bool:
-    """Return whether an engine of the case has one of the models; no models mean any."""
-    return not models or any(options["model"] in models for options in case.engines)
+def wanted(case: Case, args: argparse.Namespace) -> bool:
+    """Return whether an engine of the case has one of ``args.models`` (none mean any) and all ``args.options``."""
+    for options in case.engines:
+        of_model = not args.models or options["model"] in args.models
+        if of_model and all(options.get(name) not in (None, "none") for name in args.options):
+            return True
+    return False
 
 
 def fuzz(args: argparse.Namespace, folder: Path) -> int:
@@ -229,6 +234,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quantized", action="store_true", help="a quantizer for every engine; mixtures in float32")
     parser.add_argument("--scheduler", default="", help="of every engine, whatever is drawn; without --ledger")
     parser.add_argument("--models", default="", help="run only seeds with an engine of one of these, with commas")
+    parser.add_argument(
+        "--options", default="", help="run only seeds with an engine that sets all of these options, with commas"
+    )
     parser.add_argument("--configs", type=int, default=100, help="new seeds, at most")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=480, help="all in all; the summary comes within them")
@@ -245,6 +253,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.dtypes = args.dtypes.split(",") if args.dtypes else list(DEFAULT_DTYPES[args.device])
     args.ignore = [kind for kind in args.ignore.split(",") if kind]
     args.models = [name for name in args.models.split(",") if name]
+    args.options = [name for name in args.options.split(",") if name]
+    if unknown := set(args.options) - set(EngineConfig.model_fields):
+        parser.error(f"--options: {', '.join(sorted(unknown))}: expected names of engine options, such as kvstore")
     if unknown := set(args.models) - set(VOCAB):
         parser.error(f"--models: {', '.join(sorted(unknown))}: expected some of {', '.join(VOCAB)}")
     if unknown := set(args.ignore) - set(KINDS):
