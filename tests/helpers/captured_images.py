@@ -71,6 +71,24 @@ def test_prompts_with_images_run_in_captured_steps_and_equal_transformers(models
     assert any(isinstance(key, ImagedKey) for key in keys) and "separate" not in forms
 
 
+def test_a_step_with_images_runs_in_a_capture_of_the_start(models):
+    """Before any step with an image there are captures for all lengths of such steps, so none is captured while other
+    rows decode."""
+    path, _ = models("qwen3_vl")
+    options = {**OPTIONS, "max_num_seqs": 160, "max_num_batched_tokens": 512, "num_kvcache_blocks": 200}
+    with cpu_captures(), LLM(str(path), **options) as llm:
+        made = llm.engine.executor.runner.graphs
+        before = [key for key in made.forwards if isinstance(key, ImagedKey)]
+        assert {key.rows for key in before} == {16, 128, 160} and max(key.tokens for key in before) == 512
+        asked = {
+            "prompt_token_ids": prompt_of("qwen3_vl", 1, 0, 9),
+            "multi_modal_data": {"image": [picture(1, *LARGE[0])]},
+        }
+        (output,) = llm.generate([asked], PARAMS, use_tqdm=False)
+        assert output.error is None and "separate" not in llm.stats()["forms"]
+        assert [key for key in made.forwards if isinstance(key, ImagedKey)] == before
+
+
 @pytest.mark.parametrize("run_ahead", [0, 2])
 def test_drafts_behind_images_are_replayed_at_their_positions(models, monkeypatch, run_ahead):
     options = {**DRAFTS, "run_ahead": run_ahead}

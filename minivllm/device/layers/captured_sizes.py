@@ -109,6 +109,23 @@ def first_mixed(coarse: list[int], most: int) -> list[RowsTokens]:
     return [(r, t) for t, r in sorted(by_tokens, reverse=True)]
 
 
+def first_imaged(mixed: list[RowsTokens], most: int) -> list[RowsTokens]:
+    """Return (rows, tokens) of the mixed steps with images that are captured at the start, most tokens first.
+
+    ``mixed`` is the result of ``first_mixed``, and ``most`` the largest number of tokens of a captured step with
+    images.  All steps except the smallest and the largest have the same number of rows, at least LONG_ROWS if possible:
+    an image has hundreds of tokens, so a padded row costs little.
+    """
+    fitting = [one for one in mixed if one[1] <= most]
+    if not fitting:
+        return []
+    all_rows = {r for r, _ in fitting}
+    wide = [r for r in all_rows if r >= LONG_ROWS]
+    rows = min(wide) if wide else max(all_rows)
+    ends = fitting[0], fitting[-1]
+    return [one for one in fitting if one[0] == rows or one in ends]
+
+
 def useful_sizes(ms: dict[int, float]) -> list[int]:
     """Return the sizes, ascending, for which no larger size takes less time; ``ms`` maps a size to its milliseconds.
 

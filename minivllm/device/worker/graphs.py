@@ -39,6 +39,7 @@ from minivllm.device.layers.captured_sizes import (
     FIRST_TOKENS,
     MOST_TOKENS,
     coarse_sizes,
+    first_imaged,
     first_mixed,
     long_decode,
     row_sizes,
@@ -505,12 +506,14 @@ class Graphs:
             self.costs = self._measure(measured)
         most = max(self.costs.most_tokens(), tokens)
         sizes = first_mixed(self.coarse, min(budget, most))
-        shapes = [self._short_mixed(r, t) for r, t in sizes]
-        now, later = self.later.divide_mixed(shapes)
+        now, later = self.later.divide_mixed([self._short_mixed(r, t) for r, t in sizes])
         if self.runner.adapters is not None:
             now.append(AdaptedKey("mixed", rows, tokens, SHORT))
         if self.imaged is not None:
-            now.append(ImagedKey("mixed", rows, tokens, SHORT))
+            imaged = first_imaged(sizes, self.imaged.most_tokens)
+            first, others = self.later.divide_mixed([self._short_mixed(r, t, ImagedKey) for r, t in imaged])
+            now += first
+            later += others
         self._compile(now)
         for key in progress.counted(f"{progress.CAPTURES} of mixed steps", now):
             if key not in self.forwards:
@@ -521,10 +524,10 @@ class Graphs:
             self._launch_once(tokens)
         return later
 
-    def _short_mixed(self, rows: int, tokens: int) -> GraphKey:
+    def _short_mixed(self, rows: int, tokens: int, kind: type[GraphKey] = GraphKey) -> GraphKey:
         """Return the shape of a mixed step with short contexts."""
         span = self._span(1, tokens)
-        return GraphKey("mixed", rows, tokens, span)
+        return kind("mixed", rows, tokens, span)
 
     def step_tokens(self) -> int:
         """Return the number of tokens to which the scheduler should limit steps, 0 for no limit.

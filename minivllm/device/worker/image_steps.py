@@ -31,17 +31,18 @@ class ImageSteps:
 
     def __init__(self, images: ImageState, hidden: int, dtype: torch.dtype) -> None:
         self.images = images
+        self.most_tokens = MOST_TOKENS  # of a captured step
         device = images.state.device
-        shape = images.facts.levels, MOST_TOKENS, hidden
+        shape = images.facts.levels, self.most_tokens, hidden
         self.features = torch.zeros(shape, dtype=dtype, device=device)
         # i64 [2, tokens]: row in the rotary tables, -1 for the row of the token's position; 1 for tokens with features
-        self.table = torch.zeros(2, MOST_TOKENS, dtype=torch.int64, device=device)
+        self.table = torch.zeros(2, self.most_tokens, dtype=torch.int64, device=device)
         self.table[0] = -1
 
     def takes(self, plan: StepPlan) -> bool:
         """Return whether a step with images can be captured: all its images have features, and it has at most
-        MOST_TOKENS tokens."""
-        if int(plan.q_len.sum()) > MOST_TOKENS:
+        ``most_tokens`` tokens."""
+        if int(plan.q_len.sum()) > self.most_tokens:
             return False
         images = self.images
         return not any(images.why_lost(piece.span) for piece in images.pieces(plan))
