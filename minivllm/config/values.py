@@ -264,10 +264,10 @@ class EngineConfig(Strict):
         description="when the sizes of steps are captured on a GPU; start: all before the engine is ready; gradual "
         "(experimental): those of first requests before it is ready, the others while it serves",
     )
-    compile_ahead: bool = Field(
-        False,
-        description="compile the kernels of a first start on a GPU in several threads before they run (experimental); "
-        "false: one after another, each at its first launch",
+    compile_ahead: bool | None = Field(
+        None,
+        description="compile the kernels of a first start on a GPU in several threads before they run; None: if no "
+        "part of another package runs on the device; false: one after another, each at its first launch",
     )
     fuse: bool = Field(True, description="use fused kernels on a GPU; false: separate operations of torch")
     unfused: list[Literal["pairs", "norms", "gate", "draw"]] = Field(

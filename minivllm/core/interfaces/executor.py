@@ -85,8 +85,9 @@ class StepWiring:
     # "start": all sizes are captured before the engine is ready; "gradual": other sizes are captured after requests
     # first need them
     graph_captures: str = "start"
-    # Whether kernels that the start needs are compiled in several threads before they run.
-    compile_ahead: bool = False
+    # Whether kernels that the start needs are compiled in several threads before they run; None means where possible,
+    # and True adds a note where it is not.
+    compile_ahead: bool | None = None
 
 
 @dataclass(frozen=True)

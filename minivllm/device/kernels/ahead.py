@@ -259,7 +259,7 @@ class CompiledMarks:
         return self.folder / f"minivllm-{self.name}.{stage}"
 
     def has(self, stage: str) -> bool:
-        """Return whether the kernels of a stage, ``first`` or ``all``, were compiled before."""
+        """Return whether the kernels of a stage, ``ready`` or ``all``, were compiled before."""
         return os.path.exists(self._path(stage))
 
     def set(self, stage: str) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 RowsTokens = tuple[int, int]  # (rows, tokens) of a step
 MOST_TOKENS = 8192  # largest number of tokens of a captured mixed step, which bounds the memory of captures
+WHOLE_TOKENS = 1024  # mixed steps of at least this many tokens are captured only for contexts of any length
 # numbers of tokens and of rows of the mixed steps that are captured before such a step has occurred
 FIRST_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 FIRST_ROWS = (16, 128, 512)

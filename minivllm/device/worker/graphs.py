@@ -38,6 +38,7 @@ from minivllm.device.kernels.mask import DeviceMasks
 from minivllm.device.layers.captured_sizes import (
     FIRST_TOKENS,
     MOST_TOKENS,
+    WHOLE_TOKENS,
     coarse_sizes,
     first_imaged,
     first_mixed,
@@ -57,6 +58,7 @@ from .graph_keys import AdaptedKey, ImagedKey, TappedKey, holds, padded_rows
 from .later import LaterCaptures
 from .query_store import StepQueries
 from .recorded_layers import LayersRun, decode_run, mixed_run
+from .served_kernels import compile_served, finish_served
 from .state import staged
 from .step_costs import NARROW, StepCosts, pair_flops, pairs_of
 from .trial_launches import draw_once, launch_once
@@ -70,7 +72,6 @@ log = logging.getLogger(__name__)
 # Steps whose contexts have at most this number of tokens share their captures.  The attention back end splits longer
 # contexts differently, so they have captures of their own.
 SHORT = 8192
-WHOLE_TOKENS = 1024  # mixed steps of at least this many tokens are captured only for contexts of any length
 CAPTURES = 160  # largest number of captures of FORWARD (the layers), and of SAMPLE (the draw)
 # A mixed step of a new shape is captured when the steps of this shape have lost as much time as a capture takes.  A
 # capture takes the host about as long as SIGHTS steps of separate launches: a run, a recording, and the graph's
@@ -112,7 +113,7 @@ class Graphs:
     paid: dict[GraphKey, float] = field(default_factory=dict)
     serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)  # shape of a step -> shape of its capture
     notes: list[str] = field(default_factory=list)
-    # variant bits of the samplers in captures so far: False -> with 16-bit logits, True -> with float32 logits
+    # variant bits of the sampler whose kernels are compiled: False -> for 16-bit logits, True -> for float32 logits
     draw_bits: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     masks: DeviceMasks | None = None  # memory of token masks; None until the first step in which a row has a mask
     # shapes whose capture failed; their steps run as separate launches
@@ -419,10 +420,10 @@ class Graphs:
         now, later = self.later.divide(self._first_decodes(), draws)
         whole = self._span(SHORT + 1)
         if whole > SHORT:
-            long = [GraphKey("decode", n, n, whole) for n in long_decode(self.sizes)]
             queue = later if self.later.gradual else now
-            queue.extend(long)
+            queue += [GraphKey("decode", n, n, whole) for n in long_decode(self.sizes)]
         self._compile(now)
+        served = compile_served(self, sorted({SHORT, max(whole, SHORT)}), now)
         with r.worker.times.of("captures"):
             for shape in progress.counted(progress.CAPTURES, now):
                 self.capture_shape(shape)
@@ -431,6 +432,7 @@ class Graphs:
             if r.graph_safe[-1] and self.known is None:
                 for variant in variants:
                     self._draw_once(variant)
+        finish_served(self, served)
         self.later.begin(later)
 
     def _first_decodes(self) -> list[GraphKey]:

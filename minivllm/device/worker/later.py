@@ -21,7 +21,7 @@ from minivllm.core.interfaces.attention import GraphKey
 from minivllm.device.layers.captured_sizes import first_decode, is_first_mixed
 
 from .captured import Drawn, SampleOperations
-from .start import ALL, FIRST
+from .start import ALL, READY
 
 if TYPE_CHECKING:
     from .start import Rehearsals
@@ -89,7 +89,7 @@ class LaterCaptures:
         """Note that the captures of the start are finished, and queue ``shapes`` for later."""
         self.begun = True
         self.queue.extend(sorted(shapes, key=lambda one: (*size_of(one), isinstance(one, Drawn))))
-        self.rehearsals.done(FIRST if shapes else ALL)
+        self.rehearsals.done(READY if shapes else ALL)
 
     def compiled(self, shape: Shape) -> bool:
         """Return whether the kernels of a capture are compiled.  The first call starts to compile them if they are

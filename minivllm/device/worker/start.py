@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 OWN = "minivllm/"  # start of the names of minivllm's own plug-ins
 # stages of a start whose kernels are compiled
-FIRST = "first"  # the captures that are made before the server is ready
+READY = (
+    "ready"  # the captures before the engine is ready, and steps that ordinary requests may need (``served_kernels``)
+)
 ALL = "all"
 
 
 class Rehearsals:
     """Compiles the kernels of steps before the steps run, unless an earlier start of the engine has compiled them.
 
-    Without ``compile_ahead`` of the configuration it does nothing, and kernels are compiled at their first launch.
-    ``note`` gives the reason if the configuration has it and kernels are still compiled at their first launch.
-    ``kernels`` is whether the device runs Triton's kernels.
+    With ``compile_ahead=False`` in the configuration it does nothing, and kernels are compiled at their first launch.
+    If the option is True and kernels are still compiled at their first launch, ``note`` gives the reason.  ``kernels``
+    is whether the device runs Triton's kernels.
     """
 
     def __init__(self, wiring: Wiring, times: StartTimes, device: torch.device, kernels: bool) -> None:
@@ -41,12 +43,13 @@ class Rehearsals:
         self.ahead: CompileAhead | None = None
         self.marks: CompiledMarks | None = None
         self.note: str | None = None
-        if not wiring.steps.compile_ahead:
+        wanted = wiring.steps.compile_ahead
+        if wanted is False:
             return
         reason = _reason_against(wiring, kernels)
         if reason is None:
             self._begin(wiring)
-        else:
+        elif wanted:
             self.note = f"kernels are compiled at their first launch, in spite of compile_ahead: {reason}"
 
     def _begin(self, wiring: Wiring) -> None:
@@ -61,14 +64,29 @@ class Rehearsals:
         """Return whether some kernels of steps may not be compiled yet."""
         return self.ahead is not None
 
+    @property
+    def ready(self) -> bool:
+        """Return whether the kernels of the stage READY are compiled and stored on the disk."""
+        return self.marks is not None and (self.marks.has(READY) or self.marks.has(ALL))
+
     def compile(self, *runs: Callable[[], Any]) -> None:
         """Compile the kernels that the functions ``runs`` launch, by calls that record the kernels, and wait for the
         compiler."""
-        if self.marks is None or self.marks.has(FIRST):
-            return
+        self.wait(self.begin(*runs))
+
+    def begin(self, *runs: Callable[[], Any]) -> list[Any]:
+        """Start to compile the kernels that the functions ``runs`` launch, and return the compilations.
+
+        If the stage READY is compiled, no function is called."""
+        if self.marks is None or self.ready:
+            return []
         with self.times.of("compile"):
-            jobs = [job for run in runs for job in self.start(run)]
-            if self.ahead is not None:
+            return [job for run in runs for job in self.start(run)]
+
+    def wait(self, jobs: Sequence[Any]) -> None:
+        """Wait for compilations that ``begin`` returned."""
+        if jobs and self.ahead is not None:
+            with self.times.of("compile"):
                 self.ahead.wait(jobs)
 
     def start(self, run: Callable[[], Any]) -> Sequence[Any]:

@@ -30,20 +30,28 @@ def launch_once(runner: Runner, tokens: int, draws: bool) -> list[str]:
     """Run a step of one prompt of ``tokens`` tokens as separate launches, and with ``draws`` draw a token.
 
     Return a sentence for each exception of a plug-in; requests that use the plug-in will report it as their error."""
-    state = runner.state
-    if state.recurrent is not None:
+    if runner.state.recurrent is not None:
         return []  # the trial step would change recurrent states
-    spare = runner.wiring.max_num_seqs
-    slots, q_len, first = np.array([[spare], [tokens], [0]], np.int32)
-    plan = StepPlan(0, slots, q_len, computed=first, samples=first)
-    read = runner.read(plan)
     try:
-        last = state.to(q_len - 1).long()
-        selects = runner.selects_tokens(read)
-        hidden = step.forward(runner.model, runner.backend, read, GraphKey(), last, selects)
+        plan, hidden = separate_step(runner, np.array([tokens], np.int32))
         return _draw(runner, plan, hidden) if draws else []
     except BaseException as e:
         return [f"a long step was not tried before the first request: {describe_error(as_exception(e))}"]
+
+
+def separate_step(runner: Runner, q_len: np.ndarray) -> tuple[StepPlan, Tensor]:
+    """Run the layers of a step as separate launches; return its plan and the hidden states [R, H] of its rows.
+
+    ``q_len`` i32 [R] are the tokens of its rows, which all begin in the spare slot at position 0."""
+    rows = len(q_len)
+    slots = np.full(rows, runner.wiring.max_num_seqs, np.int32)
+    before = np.zeros(rows, np.int32)
+    plan = StepPlan(0, slots, q_len, computed=before, samples=np.arange(rows, dtype=np.int32))
+    read = runner.read(plan)
+    ends = np.cumsum(q_len)
+    last = runner.state.to(ends - 1).long()
+    selects = runner.selects_tokens(read)
+    return plan, step.forward(runner.model, runner.backend, read, GraphKey(), last, selects)
 
 
 def _draw(runner: Runner, plan: StepPlan, hidden: Tensor) -> list[str]:
