@@ -133,11 +133,9 @@ def parse_json(text: str, at: str, error: Error = ConfigError, line: int = 0, un
     contains a key twice.
     """
     where = f"{at}:{line}" if line else at
+    if lone_escape(text):
+        raise error(f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is not valid text; remove it")
     try:
-        if lone_escape(text):
-            raise error(
-                f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is not valid text; remove it"
-            )
         return json.loads(text, parse_int=whole, object_pairs_hook=_distinct if unique else None)
     except RecursionError:
         raise error(f"{where}: lists or objects are nested deeper than Python can parse; use fewer levels") from None

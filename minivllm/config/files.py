@@ -19,13 +19,14 @@ from typing import Any
 from minivllm import files
 from minivllm.config.lines import Place, toml_lines
 from minivllm.errors import ConfigError, brief, shown
-from minivllm.validation import DEEPEST, flaw
+from minivllm.validation import DEEPEST, DIGITS, flaw
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+TWICE = "the key of this value is there twice"
 LONGEST_CHAIN = 64  # largest number of files in a chain of ``extends``
 _LONG_KEY = re.compile(
     rf"""(?:^|[\[{{,])[ \t]*(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}""", re.M
@@ -158,7 +159,7 @@ def _check_keys(file: ConfigFile, values: Mapping[Any, Any], path: tuple[Any, ..
     for key, value in values.items():
         if not isinstance(key, str) and not (path[:1] == ("sampling",) and type(key) is int):
             raise ConfigError(
-                f"{file.where((*path, key))}: the key {shown(key)} is a {type(key).__name__}: put it in quotes"
+                f"{file.where((*path, key))}: the key {shown(key)} is no text ({type(key).__name__}): put it in quotes"
             )
         if isinstance(value, Mapping):
             _check_keys(file, value, (*path, key))
@@ -174,7 +175,8 @@ def _toml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
         numbers = "".join(c if c.isdigit() else " " for c in place).split()
         if len(numbers) != 2:  # a message without a line and column, such as "at end of document"
             numbers = [str(text.count("\n") + 1), str(len(text) - text.rfind("\n"))]
-        raise ConfigError(f"{path}:{numbers[0]}:{numbers[1]}: {message or exc}") from None
+        reason = TWICE if message == "Cannot overwrite a value" else message or exc
+        raise ConfigError(f"{path}:{numbers[0]}:{numbers[1]}: {reason}") from None
     except RecursionError:
         raise ConfigError(
             f"{path}: lists or tables are nested deeper than Python can parse; use fewer levels"
@@ -193,8 +195,11 @@ def _loads(text: str) -> dict[str, Any]:
 
 
 def _digits(exc: ValueError) -> str:
-    """Return the message of a ValueError up to its first semicolon, shortened to 200 characters."""
-    return brief(str(exc).partition(";")[0], 200)
+    """Return the message for a ValueError of a parser: about a whole number with too many digits, or the error's own
+    text."""
+    if "integer string conversion" in str(exc):
+        return f"a whole number has thousands of digits; expected at most {DIGITS}"
+    return brief(str(exc), 200)
 
 
 def _yaml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:

@@ -93,6 +93,20 @@ def test_dotted_keys_of_toml_are_bounded_before_they_are_read(tmp_path):
         assert "more than 128 parts" in reported([tmp_path / "a.toml"])
 
 
+def test_a_number_of_thousands_of_digits_is_refused_with_the_accepted_length(tmp_path):
+    said = "a whole number has thousands of digits; expected at most 40"
+    assert reported(sets=[f"seed={DIGITS}"]).endswith(said)
+    for name, text in (("a.toml", f"seed = {DIGITS}"), ("a.yaml", f"seed: {DIGITS}")):
+        (tmp_path / name).write_text(text)
+        assert reported([tmp_path / name]) == f"{tmp_path / name}: {said}"
+
+
+def test_half_a_character_in_json_is_refused_with_the_name_of_the_file_once(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"model": "\\ud800"}')
+    assert reported([path]).count(str(path)) == 1
+
+
 def test_long_names_of_variables_are_refused():
     reported(environ={"MINIVLLM__" + "A__" * 5000 + "A": "1"})
     reported(environ={"MINIVLLM__ATTENTION__OPTIONS__" + "A" * 5000: "1"})

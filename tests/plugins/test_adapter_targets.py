@@ -92,3 +92,11 @@ def test_tensors_of_modules_that_the_fields_leave_out_are_refused(tmp_path, writ
                 {"prompt_token_ids": PROMPT}, SamplingParams(max_tokens=1), False, lora_request=lora(path, number)
             )[0]
             assert why in str(made.error) if why else made.error is None
+
+
+@pytest.mark.parametrize("layer", ["9" * 5000, "99999999999", "٣"])
+@pytest.mark.parametrize("pattern", [None, "layers"])
+def test_a_module_with_a_number_that_no_layer_has_is_in_no_layer(layer, pattern):
+    fields = {"target_modules": ["q_proj"], "layers_to_transform": [3], "layers_pattern": pattern}
+    why = read_targets("x", fields).refusal(f"model.layers.{layer}.self_attn.q_proj")
+    assert why == "layers_to_transform does not have its layer"

@@ -500,6 +500,9 @@ def test_every_protocol_answers_as_with_one_engine_and_operators_see_the_replica
         assert [r["state"] for r in drained] == ["serving", "draining"]
         assert two.client.get("/health").json()["replicas"] == {"serving": 1, "all": 2}
         assert two.client.post("/replicas/0/drain", headers=token, json={}).status_code == 400
+        for number in ("2", "x", "9" * 5000, "%D9%A1"):
+            answer = two.client.post(f"/replicas/{number}/drain", headers=token, json={})
+            assert answer.status_code == 400 and "expected" in answer.json()["error"]["message"]
         assert two.client.post("/replicas/1/resume", headers=token, json={}).status_code == 200
         metrics = two.client.get("/metrics").text
         sent = [r["sent"] for r in shown["replicas"]]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import QKPre
 from minivllm.core.interfaces.decoder import Rope
+from minivllm.errors import ModelError, shown
 
 from .norm import rms_norm
 
@@ -146,11 +147,27 @@ def rotary_tables(rope: Rope, length: int, device: str, twice: bool = False) -> 
     cos = []
     sin = []
     for longest in (0, length - 1) if twice else (0,):
-        inv, scale = inverse_frequencies(rope, longest)
+        inv, scale = _finite_frequencies(rope, longest)
         angle = torch.outer(position, inv).repeat(1, 2)
         cos.append(angle.cos() * scale)
         sin.append(angle.sin() * scale)
     return torch.cat(cos).to(device), torch.cat(sin).to(device)
+
+
+def _finite_frequencies(rope: Rope, longest: int) -> Frequencies:
+    """Return the result of ``inverse_frequencies``.  ModelError if the numbers of config.json give infinities or
+    NaN."""
+    try:
+        inv, scale = inverse_frequencies(rope, longest)
+        if bool(torch.isfinite(inv).all()) and math.isfinite(scale):
+            return inv, scale
+    except (ArithmeticError, ValueError):  # such as a division by the logarithm of rope_theta=1
+        pass
+    given = ", ".join(f"{name}={shown(value)}" for name, value in (("rope_theta", rope.theta), *rope.numbers))
+    raise ModelError(
+        f"config.json: {given} with rope_type={shown(rope.kind)} and heads of {rope.dim} elements give frequencies "
+        "that are no finite numbers; expected the numbers that the model was trained with"
+    )
 
 
 def query_factors(rope: Rope, length: int, device: str, dtype: torch.dtype, twice: bool = False) -> Tensor | None:

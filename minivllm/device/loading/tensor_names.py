@@ -29,7 +29,8 @@ KV_SCALE = re.compile(
 BUFFERS = re.compile(
     r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(attention\.)?((masked_)?bias|causal_mask)|" + KV_SCALE.pattern
 )
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.|$)")
+LAYER_NUMBER = re.compile(r"[0-9]{1,9}")  # longer numbers of layers are not converted
 EMBEDDING = re.compile(r".*(embed|wte)\w*")  # matches the last part of the name of an embedding's module
 # parts of tensor names that only other models than the text model have, such as an image encoder
 OTHER = re.compile(
@@ -224,7 +225,7 @@ class TensorNames:
                 if not text.startswith(stem):
                     continue
                 number = text.removeprefix(stem).partition(".")[0]
-                if number.isdecimal() and depth <= int(number) < 1 << 31:
+                if LAYER_NUMBER.fullmatch(number) and int(number) >= depth:
                     layers.setdefault((stem, int(number)), []).append(text)
         if not layers:
             return ()

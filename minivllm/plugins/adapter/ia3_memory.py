@@ -28,7 +28,7 @@ from minivllm.core.interfaces.adapter import (
     adapter_refusal,
 )
 from minivllm.device.layers.module import all_finite
-from minivllm.errors import shown
+from minivllm.errors import brief, shown
 
 from .peft_config import MERGE
 from .peft_targets import DROP, read_targets
@@ -126,7 +126,7 @@ class IA3Memory(AdapterMemory):
                 what = f"{shown(other)} and {shown(name)} are factors of the same layer"
                 raise adapter_refusal(source.folder, f"{what}; expected each layer once")
             if why := targets.refusal(module):
-                raise adapter_refusal(source.folder, f"{module} has weights, but {why}: {DROP}")
+                raise adapter_refusal(source.folder, f"{brief(module)} has weights, but {why}: {DROP}")
             target = source.target(module)
             self._take(source, name, target, found)
         return found
@@ -137,7 +137,7 @@ class IA3Memory(AdapterMemory):
         values = source.tensor(name)
         dtype = str(self.model.dtype).removeprefix("torch.")
         if not all_finite(values, self.model.dtype):
-            raise adapter_refusal(source.folder, f"{name}: its factors are not all finite numbers in {dtype}")
+            raise adapter_refusal(source.folder, f"{brief(name)}: its factors are not all finite numbers in {dtype}")
         layer = self.model.layers[target.layer]
         if shape == (target.outputs, 1):
             factors = self._of(found.outputs, target.layer, layer.info.out_features)
@@ -146,13 +146,13 @@ class IA3Memory(AdapterMemory):
         elif shape == (1, target.inputs):
             if len(target.parts) < len(layer.info.parts):
                 merged = ", ".join(part for part, _ in layer.info.parts)
-                what = f"{name} has factors of the inputs of one part of a merged layer ({merged})"
+                what = f"{brief(name)} has factors of the inputs of one part of a merged layer ({merged})"
                 raise adapter_refusal(source.folder, f"{what}, which is not implemented: {MERGE}")
             factors = self._of(found.inputs, target.layer, layer.info.in_features)
             factors.copy_(target.columns(values[0]))
         else:
             expected = f"[{target.outputs}, 1] (outputs) or [1, {target.inputs}] (inputs)"
-            what = f"{name} has shape {list(shape)}, expected {expected}; it was trained on another model"
+            what = f"{brief(name)} has shape {list(shape)}, expected {expected}; it was trained on another model"
             raise adapter_refusal(source.folder, what)
 
     def _of(self, factors: dict[str, Tensor], layer: str, size: int) -> Tensor:

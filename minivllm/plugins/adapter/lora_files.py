@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.adapter import AdaptedModel, AdapterSource, AdapterTarget, adapter_refusal
-from minivllm.errors import shown
+from minivllm.errors import brief, shown
 
 from .lora_config import LoraSettings
 from .peft_targets import DROP
@@ -154,7 +154,7 @@ def make_plan(
     pairs = pairs_of(source.folder, source.names)
     for module, (a, b) in pairs.items():
         if why := settings.targets.refusal(module):
-            raise adapter_refusal(source.folder, f"{module} has weights, but {why}: {DROP}")
+            raise adapter_refusal(source.folder, f"{brief(module)} has weights, but {why}: {DROP}")
         target = source.target(module)
         _check(source, module, target, settings, a, b)
         rank = settings.rank_of(module)
@@ -284,7 +284,7 @@ def pairs_of(folder: str, names: Sequence[str]) -> dict[str, tuple[str, str]]:
     for module, pair in found.items():
         if len(pair) < 2:
             (which,) = pair
-            raise adapter_refusal(folder, f"{module} has lora_{which} alone; expected lora_A and lora_B")
+            raise adapter_refusal(folder, f"{brief(module)} has lora_{which} alone; expected lora_A and lora_B")
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 
@@ -296,6 +296,6 @@ def _check(source: AdapterSource, module: str, target: AdapterTarget, settings: 
         shape = source.shape(name)
         if shape != expected:
             which = "A" if name == a else "B"
-            what = f"{module}.lora_{which} has shape {list(shape)}, expected {list(expected)}"
+            what = f"{brief(module)}.lora_{which} has shape {list(shape)}, expected {list(expected)}"
             cause = "it was trained on another model, or adapter_config.json belongs to other weights"
             raise adapter_refusal(source.folder, f"{what}; {cause}")

@@ -19,7 +19,7 @@ ALL = "all-linear"
 MOST_PATTERN = 256  # characters
 PLAIN = re.compile(r"[\w.|()\\$^-]*(\.\*[\w.|()\\$^-]*){0,2}", re.ASCII)
 LAYER = re.compile(
-    r".*?\.[^.]*\.(\d+)\."
+    r".*?\.[^.]*\.([0-9]{1,9})\."
 )  # the first number in a name, as in PEFT 0.21; older versions take the last one
 DROP = "PEFT would ignore them; remove them from the file, or correct adapter_config.json"
 NAMES = ("target_modules", "exclude_modules")
@@ -55,7 +55,7 @@ class Targets:
         if not self.patterns:
             found = LAYER.match(module)
         else:
-            numbers = (re.match(rf"(?:^|.*?\.){re.escape(name)}\.(\d+)\.", module) for name in self.patterns)
+            numbers = (re.match(rf"(?:^|.*?\.){re.escape(name)}\.([0-9]{{1,9}})\.", module) for name in self.patterns)
             found = next((number for number in numbers if number is not None), None)
         return None if found is None else int(found[1])
 

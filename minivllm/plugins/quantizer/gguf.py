@@ -144,6 +144,7 @@ class GgufLayout(PartLayout):
     def _unpacked(self, rows: Tensor) -> Tensor:
         """Convert rows of blocks to numbers in the dtype of the run, and return this process's columns."""
         import gguf
+        import numpy as np
 
         share = self.share
         name = self.kind.upper()
@@ -151,9 +152,12 @@ class GgufLayout(PartLayout):
         self.tell(f"{name} is unpacked to {dtype}")
         kind = gguf.GGMLQuantizationType[name]
         try:
-            whole = gguf.dequantize(rows.cpu().numpy(), kind)
+            with np.errstate(all="ignore"):  # the result is checked below
+                whole = gguf.dequantize(rows.cpu().numpy(), kind)
         except NotImplementedError:
             raise ModelError(f"type {name}: the package gguf cannot unpack it; use another file") from None
+        if not np.isfinite(whole).all():
+            raise ModelError(f"scales of {name} that are inf or NaN, expected numbers: the file is damaged")
         mine = torch.from_numpy(whole)[:, share.columns]
         return mine.to(share.device, share.dtype).contiguous()
 

@@ -240,8 +240,9 @@ class PackedWeight(WeightScheme):
         found = layout.numbers(given)
         if isinstance(found, Tensor):
             return HeldRows("plain", found)
-        if not bool(torch.isfinite(found.scale).all()):
-            raise ModelError(f"{self.info.name}: scales that are inf or NaN, expected numbers: the file is damaged")
+        for what, values in (("scales", found.scale), ("zero points", found.zero)):
+            if values is not None and not bool(torch.isfinite(values).all()):
+                raise ModelError(f"{self.info.name}: {what} that are inf or NaN, expected numbers: the file is damaged")
         piece = forms.piece_of(found, layout.share.dtype)
         if piece.form == "plain":
             message = f"inputs that share a scale do not fill blocks of 8: unpacked to {self.info.dtype}"

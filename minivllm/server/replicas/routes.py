@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from starlette.requests import Request
@@ -13,6 +14,8 @@ from minivllm.server.errors import ApiError
 from minivllm.server.openai.generate import Service
 
 from .client import ReplicaClient
+
+NUMBER = re.compile(r"[0-9]{1,9}")  # the number of a replica in a path
 
 
 def replicas_of(service: Service) -> ReplicaClient:
@@ -48,7 +51,7 @@ def _hold(request: Request, service: Service, held: bool) -> JSONResponse:
     for a wrong number."""
     client = replicas_of(service)
     text = request.path_params["number"]
-    if not text.isdecimal():
+    if not NUMBER.fullmatch(text):
         raise ApiError(400, f"expected the number of a replica, from 0 to {len(client.replicas) - 1}", "number")
     client.hold(int(text), held)
     return _shown(client)

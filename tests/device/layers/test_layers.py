@@ -115,6 +115,24 @@ def test_scaled_frequencies_equal_transformers(rope, longest):
     assert torch.allclose(inv, want, rtol=1e-6, atol=0) and mine == pytest.approx(scale)
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        Rope(8, 1.0, "yarn", (("factor", 4.0), ("original_max_position_embeddings", 64))),
+        Rope(8, 1e4, "yarn", (("factor", 10**30), ("original_max_position_embeddings", 64))),
+        Rope(8, 1e4, "linear", (("factor", 10**30),)),
+        Rope(8, 1e-30, "linear", (("factor", 1e-37),)),
+        Rope(2, 1e4, "dynamic", (("factor", 2.0), ("trained", 16)), 16),
+        Rope(2, 1e4, "longrope", (("factor", 2.0), ("original_max_position_embeddings", 1), ("short_factor", (1.0,)),
+                                  ("long_factor", (1.0,))), 1),
+    ],
+)  # fmt: skip
+def test_rotary_numbers_without_finite_frequencies_are_refused(rope):
+    twice = rope.switch is not None
+    with pytest.raises(ModelError, match=f"rope_theta=.*rope_type='{rope.kind}'.*expected the numbers that the model"):
+        rotary_tables(rope, 64, "cpu", twice)
+
+
 def test_tables_of_a_rope_that_switches_hold_the_long_ones_behind_the_short_ones():
     cfg = tiny_config(head_dim=64, rope_parameters=dict(ROPES[5]))
     rope = fields.rope(cfg)

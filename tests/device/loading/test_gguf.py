@@ -195,6 +195,22 @@ def test_a_group_of_one_number_has_that_number():
     torch.testing.assert_close(held(scheme), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [TYPE.Q8_0, TYPE.Q4_0, TYPE.Q4_K, TYPE.Q5_K, TYPE.Q4_1, TYPE.Q2_K, TYPE.IQ4_XS])
+def test_scales_and_minima_that_are_no_numbers_are_refused_for_every_type(kind):
+    count, size = gguf.GGML_QUANT_SIZES[kind]
+    whole = np.zeros((32, 512 // count, size), np.uint8)
+    places = {TYPE.Q4_K: (0, 2), TYPE.Q5_K: (0, 2), TYPE.Q4_1: (0, 2), TYPE.Q2_K: (80, 82)}.get(kind, (0,))
+    for at in places:
+        raw = whole.copy()
+        raw[3, 1] = 0x11  # scales and codes that are not 0
+        raw[3, 1, at : at + 2] = np.array([np.nan], np.float16).view(np.uint8)
+        blocks = raw.reshape(32, -1)
+        name = kind.name.lower()
+        m = info((32,), 512, sources=sources(name, blocks))
+        with pytest.raises(ModelError, match=r"(scales|zero points).* that are inf or NaN.*the file is damaged"):
+            loaded(Gguf(None, {"quant_method": "gguf"}), m, {"a": {name: torch.from_numpy(blocks)}})
+
+
 def test_rotary_embeddings_are_those_that_the_file_was_made_of(tmp_path):
     llama3 = {
         "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -189,6 +189,13 @@ def test_a_layer_more_than_the_config_says_is_refused(tiny):
     refuses(path, cfg, r"tensor 'model.layers.1\..*' has no place")
 
 
+@pytest.mark.parametrize("layer", ["9" * 5000, "99999999999", "٣", "²"])
+def test_a_layer_number_that_no_model_has_is_refused_by_the_name_of_its_tensor(tiny, layer):
+    path, cfg, _ = tiny
+    edit(path, lambda t: t.update({f"model.layers.{layer}.mlp.gate_proj.weight": torch.ones(1)}))
+    refuses(path, cfg, r"tensor 'model.layers..* has no place")
+
+
 def test_a_missing_tensor_is_named(tiny):
     path, cfg, _ = tiny
     edit(path, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
