@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -54,6 +55,7 @@ def test_a_load_of_an_adapter_leaves_free_memory_for_another_one():
     adapters = Adapters.__new__(Adapters)
     adapters.device = torch.device("cuda")
     adapters._pinned = pinned.PinnedSlabs(lambda size: made.append(RealSlab(size)) or made[-1])
+    adapters._sparing = threading.Lock()
     size = 3 * pinned.SLAB // 2  # a slab has one piece of this size
     first = adapters._empty(size // 2, torch.bfloat16)
     assert first.nbytes == size and len(made) == 1
@@ -62,6 +64,30 @@ def test_a_load_of_an_adapter_leaves_free_memory_for_another_one():
         assert len(made) == 2
     second = adapters._empty(size // 2, torch.bfloat16)
     assert len(made) == 2 and second.data_ptr() != first.data_ptr()
+
+
+def test_loads_that_end_at_once_leave_one_free_piece():
+    made: list[Slab] = []
+    adapters = Adapters.__new__(Adapters)
+    adapters._bytes = 3 * pinned.SLAB // 2
+    adapters._sparing = threading.Lock()
+    taken = threading.Barrier(2)
+
+    class Slow(pinned.PinnedSlabs):
+        def empty(self, size):
+            piece = super().empty(size)
+            if len(made) == 1:  # the first piece is not free again when another thread looks for one
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    taken.wait(0.2)
+            return piece
+
+    adapters._pinned = Slow(lambda size: made.append(Slab(size)) or made[-1])
+    threads = [threading.Thread(target=adapters._keep_spare) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("share", [0, 3])

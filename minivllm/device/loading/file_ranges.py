@@ -9,23 +9,20 @@ a large file.
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .pieces import PIECE, in_threads
+
 # names of dtypes in safetensors files, for dtypes with equal bytes in files and in memory
 STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 MOST_PARTS = 1024  # largest number of memory ranges in one call, a limit of Linux
-PIECE = 8 << 20  # largest number of bytes that a call of ``in_threads`` reads, scales or checks
-THREADS = min(8, os.cpu_count() or 1)  # threads of ``in_threads``, for all files together
-T = TypeVar("T")
 
 
 class FileRange(NamedTuple):
@@ -88,24 +85,6 @@ def _pieces_of(ranges: Sequence[FileRange]) -> Iterator[ReadPiece]:
             memory = memory[len(part) :]
     if piece.parts:
         yield piece
-
-
-def in_threads(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of calls that run on several threads.
-
-    The first error of a call is raised when all calls have ended.
-    """
-    if len(calls) == 1:
-        return [calls[0]()]
-    futures = [_threads().submit(call) for call in calls]
-    wait(futures)
-    return [future.result() for future in futures]
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Return the threads of ``in_threads``."""
-    return ThreadPoolExecutor(THREADS, "minivllm-read")
 
 
 def _fill(file: int, at: int, parts: list[memoryview]) -> None:

@@ -113,6 +113,7 @@ class Adapters:
         self._copied: deque[tuple[Any, LoadedAdapter]] = deque()
         self._pinned = PinnedSlabs(self._allocate)
         self._bytes = 0  # bytes of the pinned memory that was requested last
+        self._sparing = threading.Lock()  # held while a spare piece is allocated, so that threads allocate one
         self._reader = AdapterReader(wiring, cfg, parts)
         self._orders: deque[tuple[int, str]] = deque()
         self._ended: deque[tuple[int, str | None]] = deque()
@@ -181,9 +182,13 @@ class Adapters:
 
     def _allocate(self, size: int) -> Any:
         """Return a slab of pinned memory."""
-        # the allocation may wait for the device, so ALONE excludes captures meanwhile
+        return allocate(size, self._alone)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Exclude captures while this thread registers memory with CUDA, which may wait for the device."""
         with ALONE, torch.cuda.device(self.device):
-            return allocate(size)
+            yield
 
     def _reserve(self) -> None:
         """Allocate host memory for the first loads, on a thread."""
@@ -224,7 +229,7 @@ class Adapters:
     def _keep_spare(self) -> None:
         """Allocate pinned memory for another adapter of the size of the last one, unless a free piece exists."""
         if self._bytes:
-            with suppress(RuntimeError, MemoryError, OSError):  # the next load fails, with its error
+            with self._sparing, suppress(RuntimeError, MemoryError, OSError):  # the next load fails, with its error
                 self._pinned.empty(self._bytes)
 
     def _read(self, folder: str) -> LoadedAdapter:

@@ -28,7 +28,7 @@ from minivllm.core.interfaces.adapter import (
 )
 from minivllm.device.layers.invariant import FixedRows
 from minivllm.device.layers.module import all_finite
-from minivllm.device.loading.file_ranges import PIECE, in_threads
+from minivllm.device.loading.pieces import PIECE, in_threads
 
 from .lora_config import LoraSettings, read_settings
 from .lora_files import Place, ReadPlan, Scaled, make_plan, places_of
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.quantizer import ModuleInfo
 
 ASIDE = 64  # tokens of a captured step up to which x A^T is computed on a second stream
-RESERVED = 512 << 20  # bytes of host memory that are allocated before the first load
+RESERVED = 2 << 30  # largest number of bytes of host memory that are allocated before the first load
 PLANS = 8  # number of ``ReadPlan`` that are kept for later adapters
 LEAST_RANK = 16  # the least rank in memory, since tensor cores multiply 16 columns at a time
 
@@ -211,7 +211,8 @@ class LoraMemory(AdapterMemory):
         if self.model.device.type != "cuda":
             return
         rows = max(1, RESERVED // self.arena[0].nbytes)
-        count = min(len(self.arena), rows)
+        # as many adapters as the device holds, and as many that are read meanwhile
+        count = min(2 * len(self.arena), rows)
         kept = [self.model.empty(self.size, self.model.dtype) for _ in range(count)]
         del kept  # the allocator keeps the freed memory, and later calls of ``empty`` return it
 
@@ -227,14 +228,14 @@ class LoraMemory(AdapterMemory):
         source.read(copies)
         for name, convert in plan.conversions:
             convert(source.tensor(name), weights)
-        if not self._scaled(weights, plan.scales):
+        if not self._scale(weights, plan.scales):
             name = str(dtype).removeprefix("torch.")
             raise adapter_refusal(folder, f"its weights, with their scale, are not all finite numbers in {name}")
         if self.staging is not None:
             self.staging.put(weights)
         return HostAdapter(weights, plan.ranks)
 
-    def _scaled(self, weights: Tensor, scales: Scaled) -> bool:
+    def _scale(self, weights: Tensor, scales: Scaled) -> bool:
         """Multiply elements of ``weights`` [size] by their scales, and return whether all elements are finite.
 
         A weight that is not finite would spoil the results of other adapters' tokens, because the products of all
