@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from .captured import Drawn, SampleOperations
 from .trial_launches import separate_step
 
 if TYPE_CHECKING:
-    from .graphs import Graphs
+    from .later import Shape
     from .runner import Runner
 
 PROMPT = 128  # tokens of the prompt in a rehearsed step of separate launches
@@ -49,7 +49,20 @@ PROCESSED = SamplingParams(
 BEST = (0, 1, 2, 4, 8, 16, 32)  # numbers of best tokens whose log-probabilities are returned
 
 
-def compile_served(graphs: Graphs, spans: Sequence[int], known: Collection[GraphKey | Drawn]) -> list[Any]:
+class ServedCaptures(Protocol):
+    """The attributes of a runner's captures (``graphs.Graphs``) that this module uses."""
+
+    runner: Runner
+    sizes: list[int]  # numbers of rows for which decode steps are captured, ascending
+    coarse: list[int]  # numbers of rows for which mixed steps are captured, ascending
+    mixed: bool  # whether mixed steps are captured
+    draw_bits: dict[bool, int]  # by whether logits are float32: the limits whose kernels are compiled
+
+    def late_masks(self) -> Any: ...
+    def rehearse(self, shape: Shape) -> None: ...
+
+
+def compile_served(graphs: ServedCaptures, spans: Sequence[int], known: Collection[GraphKey | Drawn]) -> list[Any]:
     """Start to compile the kernels of the steps and draws that ordinary requests may need; return the compilations.
 
     ``spans`` are the longest contexts of captures, ascending.  The kernels of the shapes ``known`` are compiled
@@ -67,7 +80,7 @@ def compile_served(graphs: Graphs, spans: Sequence[int], known: Collection[Graph
     return rehearsals.begin(*runs)
 
 
-def finish_served(graphs: Graphs, jobs: Sequence[Any]) -> None:
+def finish_served(graphs: ServedCaptures, jobs: Sequence[Any]) -> None:
     """Wait for the compilations of ``compile_served``.  From then on draws with all limits are compiled for both dtypes
     of logits, unless kernels are compiled at their first launch."""
     rehearsals = graphs.runner.worker.rehearsals
@@ -76,7 +89,7 @@ def finish_served(graphs: Graphs, jobs: Sequence[Any]) -> None:
         graphs.draw_bits = {False: -1, True: -1}
 
 
-def served_steps(graphs: Graphs, spans: Sequence[int]) -> Iterator[GraphKey]:
+def served_steps(graphs: ServedCaptures, spans: Sequence[int]) -> Iterator[GraphKey]:
     """Yield the shapes of captured steps, one for each set of kernels."""
     for span in spans:
         for rows in distinct(graphs.sizes):
