@@ -58,7 +58,7 @@ def drive(engine, seed: int, anew: bool) -> list:
         if rng.random() < 0.02 and made:
             engine.abort(rng.choice(made).id)
         if anew:
-            engine.planner.steady = None
+            engine.planner.steady = engine.planner.drafted = None
         engine.step()
         engine.cache.check()
         step += 1
@@ -79,6 +79,53 @@ def test_a_step_made_from_the_last_one_is_the_one_that_would_be_planned(setup, s
     made = sum(b.slots is a.slots for a, b in itertools.pairwise(plans))
     assert made > 10, "the test has no power"
     assert not any(b.slots is a.slots for a, b in itertools.pairwise(wanted))
+
+
+DRAFTED = {
+    "drafts": dict(drafts=3),
+    "few blocks": dict(drafts=2, blocks=30),
+    "whole blocks, no prefix cache": dict(drafts=3, block=1, blocks=200, prefix=False),
+    "small steps": dict(drafts=4, budget=12, slots=2),
+    "one ahead": dict(drafts=3, depth=1),
+}
+
+
+def drive_drafts(engine, seed: int, anew: bool) -> list:
+    """Run requests of several lengths, some of whose tokens the host influences, and end some early.  With ``anew``,
+    every step is planned."""
+    rng, made, step = random.Random(seed), [], 0
+    engine.executor.options.drafts_accepted = 0.6
+    while engine.busy or len(made) < 12:
+        if len(made) < 12 and rng.random() < 0.08:
+            prompt = [rng.randrange(45) for _ in range(rng.choice((1, 2, 9, 20)))]
+            more = {"logprobs": 2} if rng.random() < 0.15 else {}
+            made.append(
+                request(engine, f"r{len(made)}", prompt, max_tokens=rng.randint(1, 60), ignore_eos=True, **more)
+            )
+        if rng.random() < 0.01 and made:
+            engine.abort(rng.choice(made).id)
+        if anew:
+            engine.planner.drafted = None
+        engine.step()
+        engine.cache.check()
+        step += 1
+        assert step < 5000
+    at_rest(engine)
+    return [outputs(r) for r in made]
+
+
+@pytest.mark.parametrize("setup", DRAFTED.values(), ids=DRAFTED)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_with_drafts_made_from_the_last_one_is_the_one_that_would_be_planned(setup, seed):
+    one, other = sim_engine(**setup), sim_engine(**setup)
+    plans, wanted = noted(one), noted(other)
+    assert drive_drafts(one, seed, False) == drive_drafts(other, seed, True)
+    assert all(b"".join(encode_plan(a)) == b"".join(encode_plan(b)) for a, b in zip(plans, wanted, strict=True))
+    made = [b for a, b in itertools.pairwise(plans) if b.slots is a.slots and len(b.draft)]
+    assert len(made) > 10 or setup.get("depth"), "the test has no power"
+    assert not any(b.slots is a.slots and len(b.draft) for a, b in itertools.pairwise(wanted))
+    if not setup.get("depth"):
+        assert any(len(b.delta.table) for b in made) and len({len(b.slots) for b in made}) > 1
 
 
 def test_a_policy_that_shapes_steps_is_asked_in_each():

@@ -6,6 +6,7 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
@@ -17,6 +18,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5TextRotaryEmbedding,
 )
 
+from minivllm.core.interfaces.plan import group_rows
+from minivllm.device.layers.native_drafts import NativeDrafts
 from minivllm.device.worker.drafting import Drafting
 from minivllm.testing.tiny import read_tensors, write_tensors
 
@@ -180,10 +183,22 @@ def watch_drafts(monkeypatch, prompts=(), want=()):
     """Return a list to which each proposal of a drafter appends (known tokens, drafts) of its rows.
 
     Drafts of random heads are rarely right.  So every other call returns the right tokens instead, which the engine
-    accepts: ``want`` has the tokens of the answer to each of ``prompts``.
+    accepts: ``want`` has the tokens of the answer to each of ``prompts``.  Native calls end no drafts early.
     """
     found, calls = [], itertools.count()
     texts = [prompt + answer[0] for prompt, answer in zip(prompts, want, strict=True)]
+
+    def note(state, slots, known, counts):
+        replaces = bool(texts) and next(calls) % 2
+        for slot, n, k in zip(slots, known, counts, strict=True):
+            history = state.tokens[slot]
+            row, drafts = history[:n].tolist(), history[n : n + k].tolist()
+            if n > 1:
+                found.append((row, drafts))
+            text = next((text for text in texts if text[:n] == row), row)
+            right = text[n : n + k]
+            if replaces:
+                history[n : n + len(right)] = torch.tensor(right, dtype=torch.int32)
 
     def propose(self, running, ask, original=Drafting.propose):
         count = original(self, running, ask)
@@ -191,17 +206,23 @@ def watch_drafts(monkeypatch, prompts=(), want=()):
             return None
         known = self.state.known[torch.from_numpy(ask.slots).long()].tolist()  # the host may have upper bounds
         assert count.tolist() == [ask.k * (n > 1) for n in known]
-        replaces = bool(texts) and next(calls) % 2
-        for slot, n in zip(ask.slots.tolist(), known, strict=True):
-            history = self.state.tokens[slot]
-            row, drafts = history[:n].tolist(), history[n : n + ask.k].tolist()
-            if n > 1:
-                found.append((row, drafts))
-            text = next((text for text in texts if text[:n] == row), row)
-            right = text[n : n + ask.k]
-            if replaces:
-                history[n : n + len(right)] = torch.tensor(right, dtype=torch.int32)
+        note(self.state, ask.slots.tolist(), known, [ask.k] * len(known))
         return count
 
+    def draft(self, original=NativeDrafts.draft):
+        counts = original(self)
+        if counts is None:
+            return None
+        rows = int(self._box[0])
+        slots, computed, draft = self._box[1 : 1 + 3 * rows].reshape(3, rows)
+        first, heads = group_rows(draft)
+        sizes = np.bincount(first, minlength=rows)[heads] - 1
+        known = computed[heads] + 1
+        assert counts.tolist() == np.where(known > 1, sizes, 0).tolist()
+        note(self.steps.state, slots[heads].tolist(), known.tolist(), sizes.tolist())
+        return counts
+
+    monkeypatch.setattr(NativeDrafts, "least", 0.0)
+    monkeypatch.setattr(NativeDrafts, "draft", draft)
     monkeypatch.setattr(Drafting, "propose", propose)
     return found

@@ -12,6 +12,7 @@ from prediction_heads import MTPReference, watch_drafts
 
 from minivllm import LLM, ConfigError, SamplingParams
 from minivllm.device.layers.heads import PredictionHead
+from minivllm.device.layers.native_drafts import NativeDrafts
 from minivllm.device.layers.native_steps import NativeHead
 from minivllm.device.native import library
 from minivllm.device.worker import build
@@ -26,6 +27,7 @@ from minivllm.testing.tiny import read_tensors, tiny_dir, write_tensors
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 K, TOKENS = 3, 14
+STORIES = [[{"role": "user", "content": f"Tell me a story about {what}."}] for what in ("a fox", "a boat", "the rain")]
 SMALL = {"device": DEVICE, "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 6}
 
 
@@ -131,22 +133,55 @@ def test_branches_sampled_rows_and_penalties_give_the_tokens_of_a_run_without_dr
     assert found["mtp"] == found["none"] and len(seen) > 100
 
 
-@pytest.mark.skipif(DEVICE != "cpu" or library.why_not() is not None, reason="needs the native part of a CPU")
+NATIVE = pytest.mark.skipif(DEVICE != "cpu" or library.why_not() is not None, reason="needs the native part of a CPU")
+
+
+@NATIVE
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "sampled"])
-def test_drafts_of_one_native_call_are_those_of_separate_calls(case, params, monkeypatch):
-    found, calls, separate = [], [], HeadModel.propose
-    native = NativeHead.propose
-    monkeypatch.setattr(NativeHead, "propose", lambda self, *args: calls.append(1) or native(self, *args))
-    for propose in (separate, lambda self, *args: None):
-        monkeypatch.setattr(HeadModel, "propose", propose)
+def test_drafts_of_native_calls_are_those_of_separate_calls(case, params, monkeypatch):
+    """A native step, one native call for the drafts of another step, and a call for each pass give equal drafts."""
+    found, steps, calls = [], [], []
+    draft, propose = NativeDrafts.draft, NativeHead.propose
+    for way in ("native step", "one call", "separate calls"):
+        monkeypatch.setattr(NativeDrafts, "draft", lambda self: steps.append(way) or draft(self))  # noqa: B023
+        monkeypatch.setattr(NativeHead, "propose", lambda self, *args: calls.append(way) or propose(self, *args))  # noqa: B023
+        if way != "native step":
+            monkeypatch.setattr(NativeDrafts, "takes", lambda self, plan: False)
+        if way == "separate calls":
+            monkeypatch.setattr(HeadModel, "propose", lambda self, *args: None)
         seen = watch_drafts(monkeypatch, *((case.prompts, case.want) if not params else ()))
         with LLM(str(case.folder), drafter="mtp", num_speculative_tokens=K, speculate="always", **SMALL) as llm:
             answers = tokens(llm, case.prompts, **params)
             assert llm.stats()["speculation"]["failed"] is None
         found.append((answers, seen))
         monkeypatch.undo()
-        monkeypatch.setattr(NativeHead, "propose", lambda self, *args: pytest.fail("a call was native"))
-    assert found[0] == found[1] and len(calls) > 5 and len(found[0][1]) > 40
+    (answers, seen), one, separate = found
+    # a native step computes only the drafts that a row may have, which are fewer near the end of its text
+    first = [(row, drafts[: len(mine)]) for (row, drafts), (_, mine) in zip(one[1], seen, strict=True)]
+    assert answers == one[0] and first == seen and one == separate and len(seen) > 40
+    recurrent = case.model.config.model_type.startswith("qwen3_5")  # its steps have states, which other code sets
+    assert recurrent or steps.count("native step") > 5
+    assert calls.count("one call") > 5 and "separate calls" not in calls
+
+
+@NATIVE
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_native_step_ends_drafts_where_the_head_doubts_and_changes_no_token(params, monkeypatch):
+    """No draft is made with a limit above 1, all with 0, and in between those that are more often right."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 50, **params})
+    how = {"device": "cpu", "dtype": "float32", "max_num_seqs": 2, "num_kvcache_blocks": 40}
+    head = {"name": "mtp", "options": {"model": "pocket-mtp"}}
+    with LLM("pocket", drafter="none", **how) as llm:
+        want = [out.tokens for out in llm.chat(STORIES, params, use_tqdm=False)]
+    share, proposed = [], []
+    for least in (0.0, 0.25, 1.1):
+        monkeypatch.setattr(NativeDrafts, "least", least)
+        with LLM("pocket", drafter=head, num_speculative_tokens=K, speculate="always", **how) as llm:
+            assert [out.tokens for out in llm.chat(STORIES, params, use_tqdm=False)] == want
+            stats = llm.stats()["speculation"]
+        proposed.append(stats["proposed"])
+        share.append(stats["accepted"] / max(1, stats["proposed"]))
+    assert proposed[0] > proposed[1] > proposed[2] == 0 and share[1] > share[0] + 0.05
 
 
 def test_a_checkpoint_without_the_whole_head_is_refused_before_weights_are_read(case, tmp_path, monkeypatch):
@@ -250,8 +285,6 @@ def test_a_planted_fault_changes_drafts_and_no_token(case, fault, seen, monkeypa
 
 
 # ---- the head of pocket --------------------------------------------------------------------------------------------
-
-STORIES = [[{"role": "user", "content": f"Tell me a story about {what}."}] for what in ("a fox", "a boat", "the rain")]
 
 
 def test_the_head_of_pocket_guesses_most_tokens_of_stories():

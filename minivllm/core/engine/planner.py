@@ -31,6 +31,7 @@ from .plan_columns import requested_columns, step_rows
 from .plan_delta import take_delta
 from .request import WAITING
 from .steady import Steady, next_steady, steady_of
+from .steady_drafts import SteadyDrafts, next_drafted, steady_drafts_of
 from .step_limit import StepLimit
 from .underway import Underway
 from .waiting import WaitingQueue
@@ -105,6 +106,8 @@ class Planner:
         self._add_changes()
         # the last plan, if the next step may be equal except for one more token per row
         self.steady: Steady | None = None
+        # the last plan, if all its rows had drafts and the next step may have as many
+        self.drafted: SteadyDrafts | None = None
         self.searches: list[Beams] = []  # beam searches whose last decisions are not applied yet
         self.shared = False  # whether at least one request has an owner (see ``owners``)
         # a waiting sequence whose owner has no row, and for which the last plan had no room
@@ -204,10 +207,11 @@ class Planner:
 
         Return None if no row can run: all rows wait for results, or there are no requests.
         """
-        if (plan := next_steady(self)) is not None:
+        plan = next_steady(self) or next_drafted(self)
+        if plan is not None:
             return plan
         s = self.slots
-        self.steady = None
+        self.steady = self.drafted = None
         self.encodes_apart = False
         # a branch may have left its slot before any plan contained the fork
         if self.forks:
@@ -595,6 +599,7 @@ class Planner:
             **columns,
         )
         self.steady = steady_of(self, plan, at)
+        self.drafted = steady_drafts_of(self, plan, at)
         return plan
 
     def _draw(

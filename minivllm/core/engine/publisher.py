@@ -25,7 +25,6 @@ from minivllm.core.interfaces.plan import (
     StepError,
     StepPlan,
     StepResult,
-    group_rows,
 )
 from minivllm.errors import describe_error
 
@@ -35,6 +34,8 @@ from .pooling import NOT_FINITE, keep_pooled
 from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
 from .speculation import StepClass, class_of
+from .steady import ONE
+from .steady_drafts import DraftedRows, drafted_rows
 from .taps import NO_LIMITS, TapKeeper, TapLimits
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class Publisher:
         self.events = events
         self.now = now
         self.speculation = speculation
+        # the rows of the last step with drafts, by sequence
+        self._rows: DraftedRows | None = None
         self.tokens = self.overshoot = 0
         # count of steps in which rows with a common prefix read its KV once, and count of these
         # rows
@@ -269,42 +272,49 @@ class Publisher:
         if not len(plan.draft):
             spec.time(kind, 0, plan.draft, rows, now, fresh)
             return
-        first, heads = group_rows(plan.draft)
-        given = np.zeros(len(plan.slots), np.int32)
-        given[plan.samples] = result.count
-        got = np.bincount(first, given, len(first)).astype(np.int32)
-        spec.collect(plan, result, heads, got[heads])
-        taken = np.maximum(got[heads] - 1, 0)
-        spec.time(kind, int(plan.draft.max()), taken, rows, now, fresh)
+        self._rows = grouped = drafted_rows(plan.draft, self._rows)
+        heads = grouped.heads
+        given = result.count
+        if len(plan.samples) < len(plan.slots):
+            given = np.zeros(len(plan.slots), np.int32)
+            given[plan.samples] = result.count
+        got = np.bincount(grouped.first, given, len(plan.slots))[heads].astype(np.int32)
+        spec.collect(plan, result, heads, got)
+        taken = np.maximum(got - 1, 0)
+        spec.time(kind, int(grouped.drafts.max()), taken, rows, now, fresh)
+        alive = live[heads]
         if len(result.drafted) == len(heads):
-            drafts = result.drafted
             mine = plan.slots[heads]
-            self.slots.drafts[:, mine] += live[heads] * [drafts, np.minimum(taken, drafts)]
-        self._take_back(flight, heads[live[heads]], first, got)
+            checked, accepted = self.slots.drafts
+            checked[mine] += result.drafted * alive
+            accepted[mine] += np.minimum(taken, result.drafted) * alive
+        if np.count_nonzero(alive) < len(heads):
+            grouped = grouped.of_heads(alive)
+            got = got[alive]
+        self._take_back(flight, grouped, got)
 
-    def _take_back(
-        self, flight: Flight, heads: np.ndarray, first: np.ndarray, got: np.ndarray
-    ) -> None:
+    def _take_back(self, flight: Flight, rows: DraftedRows, got: np.ndarray) -> None:
         """Lower the columns ``known`` and ``computed`` of rows with drafts to the accepted tokens.  The plan had
-        counted all drafts as accepted.  ``heads`` are the first plan rows of live rows with drafts, ``first`` maps each
-        plan row to its head, and ``got`` counts the tokens of each head.  KV behind the last accepted token was written
-        but is not read.  The row keeps the blocks and fills them next."""
+        counted all drafts as accepted.  ``rows`` are the plan rows of live sequences with drafts, and ``got`` i32 [H]
+        has the number of tokens that each of them received.  KV behind the last accepted token was written but is not
+        read.  The row keeps the blocks and fills them next."""
         s = self.slots
         plan = flight.plan
-        slots = plan.slots[heads]
-        n = np.bincount(first, minlength=len(first))[heads] - 1
-        rejected = (1 + n - got[heads]).astype(np.int32)
-        s.collected[slots] = plan.computed[heads] + 1 + got[heads]
-        s.known[slots] -= rejected
+        slots = flight.slots[rows.heads]
+        rejected = rows.drafts + ONE - got
+        upto = plan.computed[rows.heads] + got
+        collected = upto + ONE
+        s.collected[slots] = collected
+        known = s.known[slots] - rejected
+        s.known[slots] = known
         s.schedulable[slots] -= rejected
         s.computed[slots] -= rejected
         s.rejected[slots] += rejected
-        s.slack[slots] -= n
-        s.ready[slots] |= s.known[slots] == s.collected[slots]
-        among = np.zeros(len(first), bool)
-        among[heads] = True
-        among = among[first]
-        flight.after[among] = np.minimum(flight.after, (plan.computed + got)[first])[among]
+        s.slack[slots] -= rows.drafts
+        s.ready[slots] |= known == collected
+        flight.after[rows.rows] = np.minimum(
+            flight.after[rows.rows], upto.repeat(ONE + rows.drafts)
+        )
 
     # ---- one row -----------------------------------------------------------------------------------------------------
 

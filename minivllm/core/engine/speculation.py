@@ -232,8 +232,9 @@ class Speculation:
     classes: dict[StepClass, Class] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.proposed = np.zeros(self.k, np.int64)
-        self.accepted = np.zeros(self.k, np.int64)
+        # for each number of drafts, from 0 to k: count of rows with so many proposed drafts, and with so many accepted
+        # ones
+        self.rows_proposed, self.rows_accepted = np.zeros((2, 1 + self.k), np.int64)
         self._ended: float | None = None  # time at which the last result was processed, in seconds
 
     @classmethod
@@ -253,6 +254,16 @@ class Speculation:
             able,
             ahead=capacity.drafts_ahead and options.drafts_ahead == "auto",
         )
+
+    @property
+    def proposed(self) -> np.ndarray:
+        """Return the count i64 [k] of first, second ... drafts that were proposed."""
+        return _at_least(self.rows_proposed)
+
+    @property
+    def accepted(self) -> np.ndarray:
+        """Return the count i64 [k] of first, second ... drafts that were accepted."""
+        return _at_least(self.rows_accepted)
 
     def serves(self, request: Request) -> bool:
         """Return whether the rows of a request may have drafts.
@@ -331,9 +342,8 @@ class Speculation:
         self.steps = self.steps + 1
         self.rows = self.rows + len(heads)
         self.tokens = self.tokens + int(got.sum())
-        number = np.arange(len(self.proposed))
-        self.proposed += (drafts[:, None] > number).sum(0)
-        self.accepted += (np.minimum(taken, drafts)[:, None] > number).sum(0)
+        self.rows_proposed += np.bincount(drafts, minlength=1 + self.k)
+        self.rows_accepted += np.bincount(np.minimum(taken, drafts), minlength=1 + self.k)
 
     def time(
         self, kind: StepClass, drafts: int, taken: np.ndarray, rows: int, now: float, fresh: bool
@@ -366,10 +376,11 @@ class Speculation:
     def summary(self) -> dict[str, Any]:
         """Return statistics: for each draft number the proposed and accepted drafts, and for each class of steps the
         gain and the times."""
-        proposed = self.proposed.tolist()
+        proposed = self.proposed
+        accepted = self.accepted
         rate = [
             round(a / p, 4) if p else 0.0
-            for a, p in zip(self.accepted.tolist(), proposed, strict=True)
+            for a, p in zip(accepted.tolist(), proposed.tolist(), strict=True)
         ]
         sizes = {
             str(c): {
@@ -386,10 +397,16 @@ class Speculation:
             "drafter": self.drafter,
             "k": self.k,
             "steps": self.steps,
-            "proposed": int(self.proposed.sum()),
-            "accepted": int(self.accepted.sum()),
+            "proposed": int(proposed.sum()),
+            "accepted": int(accepted.sum()),
             "acceptance_by_position": rate,
             "tokens_per_row": round(self.tokens / self.rows, 4) if self.rows else 0.0,
             "batch": sizes,
             "failed": self.failed or None,
         }
+
+
+def _at_least(counts: np.ndarray) -> np.ndarray:
+    """Return for each number from 1 to k how many rows have at least so many drafts, given the ``counts`` of rows with
+    0 to k drafts."""
+    return counts[::-1].cumsum()[-2::-1]

@@ -88,6 +88,7 @@ class NativeSteps:
         self.copied = made.copied  # bytes of the program's copies of weights
         self.narrowed = made.narrowed  # the copies themselves
         self.head: NativeHead | None = None  # native program of a drafter's head, or None
+        self.drafts: Any = None  # ``NativeDrafts``, which run steps with drafts of the head, or None
         self._decode = wiring.steps.graph == "decode"
         self._box = np.zeros(2 + 4 * self.most_tokens, np.int64)
         self._at = address(self._box)

@@ -709,6 +709,15 @@ static int64_t draw(const float* x, int64_t width, float largest, float temperat
   return first_best(found, index, &most);
 }
 
+static float mass(const float* x, int64_t width, float largest) {
+  Vec total = zero();
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) total = add(total, exp(sub(load(x + i), all(largest))));
+  float found = sum(total);
+  for (; i < width; i++) found += std::exp(x[i] - largest);
+  return found;
+}
+
 }  // namespace ISA
 
 #define NAME_OF(isa) kernels_##isa
@@ -716,7 +725,7 @@ static int64_t draw(const float* x, int64_t width, float largest, float temperat
 const Kernels& NAMED(ISA)() {
   using namespace ISA;
   static const Kernels table = {product,      norm,          add_scaled, activate, rotate, load_numbers,
-                                store_numbers, quantize,      attend,        attend_tokens, soft_cap, argmax,   draw};
+                                store_numbers, quantize,      attend,        attend_tokens, soft_cap, argmax,   draw, mass};
   return table;
 }
 

@@ -66,6 +66,8 @@ struct Kernels {
   int64_t (*argmax)(const float* x, int64_t width, float* largest);
   // argmax of (x - largest) / temperature + Gumbel noise of the key (a, b); see core/worker/sampling.py:noise_bits
   int64_t (*draw)(const float* x, int64_t width, float largest, float temperature, uint32_t a, uint32_t b);
+  // the sum of exp(x - largest), which is 1 / the largest probability
+  float (*mass)(const float* x, int64_t width, float largest);
 };
 
 const Kernels& kernels_avx2();

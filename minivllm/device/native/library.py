@@ -19,7 +19,7 @@ from pathlib import Path
 
 from minivllm.errors import ConfigError, brief, shown
 
-ABI = 8  # value of ``minivllm_abi`` in program.cpp; increment both if a call or a struct changes
+ABI = 9  # value of ``minivllm_abi`` in program.cpp; increment both if a call or a struct changes
 ISAS = ("none", "avx2", "avx512")  # instruction sets, ascending; ``minivllm_isa`` returns an index of this tuple
 SWITCH, LIMIT = "MINIVLLM_NATIVE", "MINIVLLM_ISA"
 FOLDER = Path(__file__).parent

@@ -117,6 +117,22 @@ struct HeadStates {
   int64_t format, width;
   float *in, *out;  // [pairs, width] that FORWARD reads, [rows, width] of its results
   int64_t most;     // the last pair that a row may have
+  // [S]: rows of the served model that have ended; pairs of a slot in the KV cache of the head; drafts of its newest call
+  const uint8_t* stopped;
+  int64_t *read, *calls;
+};
+
+// Rows of one token of a step in which the drafts of a sequence follow its newest token.
+struct DraftedRows {
+  int64_t rows;
+  const int64_t *slots, *computed, *draft;  // as StepPlan.slots, .computed and .draft
+
+  // the first row behind the sequence whose newest token is in row ``head``
+  int64_t end(int64_t head) const {
+    int64_t r = head + 1;
+    while (r < rows && draft[r] > 0) r++;
+    return r;
+  }
 };
 
 class Program {
@@ -206,6 +222,111 @@ class Program {
       accept(r, rows, slots[r], position[r], out);
       holds = out[rows + r] && !out[2 * rows + r] && guess == out[r];
     }
+  }
+
+  // draws drafts of the sequences that have rows for them, at most so many; their numbers go to ``drafted``, one for each of
+  // these sequences.  The drafts of a sequence end where the probability that all are right, by the head, falls below
+  // ``least``.  If the first pass has more pairs than fit, the numbers are -1, and nothing changes
+  void draft(const DraftedRows& d, const HeadStates& h, float least, int32_t* drafted) {
+    struct Sequence {
+      int64_t slot, known, wanted, index, last;  // ``index`` in ``drafted``, ``last``: its row of h.out
+      float share;                               // probability that all its drafts are right
+    };
+    std::vector<Sequence> live;
+    int64_t t = 0, count = 0;
+    for (int64_t r = 0, end; r < d.rows; r = end) {
+      end = d.end(r);
+      if (end == r + 1) continue;
+      live.push_back({d.slots[r], d.computed[r] + 1, end - r - 1, count++, 0, 1.0f});
+      const int64_t known = live.back().known, pairs = known > 2 ? known - 1 : 1;
+      t += pairs - (h.read[d.slots[r]] < pairs - 1 ? h.read[d.slots[r]] : pairs - 1);
+    }
+    if (t > int64_t(tokens_.size())) {
+      for (int64_t i = 0; i < count; i++) drafted[i] = -1;
+      return;
+    }
+    t = 0;
+    std::vector<int64_t> lengths, before, last;
+    for (Sequence& q : live) {
+      const int64_t pairs = q.known > 2 ? q.known - 1 : 1, done = h.read[q.slot] < pairs - 1 ? h.read[q.slot] : pairs - 1;
+      for (int64_t i = done; i < pairs; i++, t++)
+        k_.load(h.memory, h.format, place(q.slot, i) * h.width, h.width, h.in + t * h.width);
+      lengths.push_back(pairs - done);
+      before.push_back(done);
+      last.push_back(t - 1);
+      h.read[q.slot] = q.known - 1;
+      h.calls[q.slot] = q.wanted;
+      drafted[q.index] = 0;
+    }
+    std::vector<int64_t> slots, position, none(live.size());
+    std::vector<int32_t> drawn(3 * live.size());
+    for (int64_t j = 0; !live.empty(); j++) {
+      const int64_t rows = live.size();
+      slots.clear();
+      position.clear();
+      for (int64_t r = 0; r < rows; r++) {
+        const Sequence& q = live[r];
+        slots.push_back(q.slot);
+        position.push_back(q.known + j < c_.longest - 1 ? q.known + j : c_.longest - 1);
+        c_.stopped[q.slot] = h.stopped[q.slot];  // a draft ends nothing
+        if (!j) continue;
+        const int64_t pair = (q.known > 2 ? q.known : 2) + j - 2;
+        lengths[r] = 1;
+        before[r] = pair < h.most ? pair : h.most;
+        last[r] = r;
+        std::memcpy(h.in + r * h.width, h.out + q.last * h.width, h.width * sizeof(float));
+      }
+      forward(rows, slots.data(), lengths.data(), before.data(), rows, last.data(), nullptr);
+      sample(rows, slots.data(), position.data(), none.data(), LOGITS | DRAW, drawn.data());
+      const Register& logits = registers_[head_.back().out];
+      int64_t left = 0;
+      for (int64_t r = 0; r < rows; r++) {
+        Sequence q = live[r];
+        // without a preceding hidden state a sequence of one token has no usable draft
+        if (q.known < 2) continue;
+        if (least > 0) q.share /= k_.mass(logits.data + r * logits.stride, logits.width, largest_[r]);
+        if (!(q.share >= least)) continue;
+        c_.tokens[slots[r] * c_.longest + position[r]] = drawn[r];
+        drafted[q.index]++;
+        q.last = r;
+        if (drafted[q.index] < q.wanted) live[left++] = q;
+      }
+      live.resize(left);
+    }
+  }
+
+  // FORWARD of the rows, of which each sequence with drafts has the first ``drafted``; the hidden states of all go on
+  void forward_drafted(const DraftedRows& d, const int32_t* drafted) {
+    std::vector<int64_t> slots, lengths, before, every;
+    kept_.clear();
+    for (int64_t r = 0, end; r < d.rows; r = end) {
+      end = d.end(r);
+      const int64_t count = end > r + 1 ? 1 + *drafted++ : 1;
+      slots.push_back(d.slots[r]);
+      lengths.push_back(count);
+      before.push_back(d.computed[r]);
+      for (int64_t i = 0; i < count; i++) {
+        every.push_back(every.size());
+        kept_.push_back(r + i);
+      }
+    }
+    forward(slots.size(), slots.data(), lengths.data(), before.data(), every.size(), every.data(), nullptr);
+  }
+
+  // SAMPLE of the rows that ``forward_drafted`` has computed; ``out`` i32 [3, d.rows] is 0 for other rows
+  void sample_drafted(const DraftedRows& d, int32_t* out) {
+    const int64_t n = kept_.size();
+    std::vector<int64_t> slots, position, draft;
+    std::vector<int32_t> found(3 * n);
+    for (int64_t r : kept_) {
+      slots.push_back(d.slots[r]);
+      position.push_back(d.computed[r] + 1);
+      draft.push_back(d.draft[r]);
+    }
+    sample(n, slots.data(), position.data(), draft.data(), LOGITS | DRAW, found.data());
+    std::memset(out, 0, 3 * d.rows * sizeof(int32_t));
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t part = 0; part < 3; part++) out[part * d.rows + kept_[i]] = found[part * n + i];
   }
 
   // draws ``k`` drafts of each row, in the columns at ``known`` + 0 ... k - 1 and in ``out`` i32 [k, rows].  The ``q_len``
@@ -601,6 +722,7 @@ class Program {
   bool adapted_ = false;
   std::vector<int64_t> drawn_;
   std::vector<float> largest_;
+  std::vector<int64_t> kept_;  // rows of a step with drafts that FORWARD has computed
   int64_t picks_ = 0;
   const int64_t* picked_ = nullptr;
 };
@@ -633,7 +755,7 @@ int32_t best_isa() {
 
 using minivllm::Program;
 
-EXPORT int32_t minivllm_abi(void) { return 8; }
+EXPORT int32_t minivllm_abi(void) { return 9; }
 
 // the best instruction set of this CPU that kernels.cpp is compiled for: 0 none, 1 avx2, 2 avx512
 EXPORT int32_t minivllm_isa(void) { return minivllm::best_isa(); }
@@ -681,6 +803,27 @@ EXPORT void minivllm_sample(void* program, const int64_t* box, int32_t* out) {
 EXPORT void minivllm_propose(void* program, const int64_t* box, const void* states, int32_t* out) {
   const int64_t n = box[0], *at = box + 2;
   ((Program*)program)->propose(n, box[1], at, at + n, at + 2 * n, at + 3 * n, *(const minivllm::HeadStates*)states, out);
+}
+
+// the rows of a box of rows R, then slots R, computed tokens R and numbers of drafts R
+static minivllm::DraftedRows drafted_rows(const int64_t* box) {
+  const int64_t n = box[0], *at = box + 1;
+  return {n, at, at + n, at + 2 * n};
+}
+
+// box: of drafted_rows; states: a HeadStates; out i32, one for each sequence with drafts
+EXPORT void minivllm_draft(void* program, const int64_t* box, const void* states, double least, int32_t* out) {
+  ((Program*)program)->draft(drafted_rows(box), *(const minivllm::HeadStates*)states, float(least), out);
+}
+
+// box: of drafted_rows; drafted: what minivllm_draft gave
+EXPORT void minivllm_forward_drafted(void* program, const int64_t* box, const int32_t* drafted) {
+  ((Program*)program)->forward_drafted(drafted_rows(box), drafted);
+}
+
+// box: of drafted_rows; out i32 [3, R]
+EXPORT void minivllm_sample_drafted(void* program, const int64_t* box, int32_t* out) {
+  ((Program*)program)->sample_drafted(drafted_rows(box), out);
 }
 
 EXPORT void minivllm_free(void* program) { delete (Program*)program; }

@@ -45,6 +45,9 @@ _TAKES: Mapping[str, list[Any]] = {
     "states": [_ADDRESS, _ADDRESS],
     "sample": [_ADDRESS, _ADDRESS, _ADDRESS],
     "propose": [_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS],
+    "draft": [_ADDRESS, _ADDRESS, _ADDRESS, _REAL, _ADDRESS],
+    "forward_drafted": [_ADDRESS, _ADDRESS, _ADDRESS],
+    "sample_drafted": [_ADDRESS, _ADDRESS, _ADDRESS],
     "free": [_ADDRESS],
     "product": [ctypes.c_int32, _ADDRESS, _ADDRESS, _INT, _ADDRESS],
     "shared_product": [_ADDRESS, ctypes.c_int32, _ADDRESS, _ADDRESS, *[_INT] * 3, _ADDRESS, _INT, _INT],
@@ -110,8 +113,8 @@ def low_rank(a: Tensor, b: Tensor, ranks: Tensor, starts: Tensor) -> LowRankAddr
 
 
 class HeadStates(ctypes.Structure):
-    """The C struct ``program.cpp:HeadStates``: addresses of the hidden states that a drafter's head reads and
-    writes."""
+    """The C struct ``program.cpp:HeadStates``: addresses of the hidden states that a drafter's head reads and writes,
+    and of the columns of its sequences.  ``propose`` does not read these columns."""
 
     _fields_ = [
         ("memory", _ADDRESS),
@@ -120,6 +123,7 @@ class HeadStates(ctypes.Structure):
         ("in_", _ADDRESS),
         ("out", _ADDRESS),
         ("most", _INT),
+        *each(_ADDRESS, "stopped read calls"),
     ]
 
 
@@ -182,7 +186,8 @@ class Program:
         made = ColumnAddresses(**addresses)
         self._process = os.getpid()
         instructions = ISAS.index(isa())
-        self._made = self._library.minivllm_program(instructions, threads, most_tokens, ctypes.addressof(made))
+        at = ctypes.addressof(made)
+        self._made = self._library.minivllm_program(instructions, threads, most_tokens, at)
         if not self._made:
             raise ResourceError("no memory for a program of the native part")
         library = self._library
@@ -190,6 +195,9 @@ class Program:
         self._states: Call = library.minivllm_states
         self._sample: Call = library.minivllm_sample
         self._propose: Call = library.minivllm_propose
+        self._draft: Call = library.minivllm_draft
+        self._forward_drafted: Call = library.minivllm_forward_drafted
+        self._sample_drafted: Call = library.minivllm_sample_drafted
 
     def register(self, memory: Tensor) -> int:
         """Add a register of the program and return its index.  Its ``memory`` f32 [tokens, width] may be columns of the
@@ -198,7 +206,8 @@ class Program:
         self._registers += 1
         width = memory.shape[1]
         stride = memory.stride(0) if len(memory) > 1 else width
-        self._library.minivllm_register(self._made, memory.data_ptr(), width, stride)
+        data = memory.data_ptr()
+        self._library.minivllm_register(self._made, data, width, stride)
         return self._registers - 1
 
     def add(self, kind: str, sampling: bool = False, **fields: Any) -> None:
@@ -211,7 +220,8 @@ class Program:
         fields = defaults | fields
         made = {name: _field(value) for name, value in fields.items()}
         op = Op(kind=KINDS.index(kind), **made)
-        self._library.minivllm_op(self._made, ctypes.addressof(op), int(sampling))
+        at = ctypes.addressof(op)
+        self._library.minivllm_op(self._made, at, int(sampling))
 
     def hold(self, *objects: Any) -> None:
         """Keep references to objects whose memory the operations read."""
@@ -219,7 +229,8 @@ class Program:
 
     def states(self, rows: ctypes.Structure) -> None:
         """Set the recurrent states of the rows of the next step, a ``recurrent.py:StateRows``."""
-        self._states(self._made, ctypes.addressof(rows))
+        at = ctypes.addressof(rows)
+        self._states(self._made, at)
 
     def forward(self, box: int, places: int | None = None) -> None:
         """Run the layers of a step (FORWARD).
@@ -239,7 +250,27 @@ class Program:
     def propose(self, box: int, states: HeadStates, out: int) -> None:
         """Draw the drafts of a head with all its passes.  ``box`` is the address of an array of i64 arguments, and
         ``out`` that of the drafts i32 [K, rows] (see ``program.cpp:minivllm_propose``)."""
-        self._propose(self._made, box, ctypes.addressof(states), out)
+        at = ctypes.addressof(states)
+        self._propose(self._made, box, at, out)
+
+    def draft(self, box: int, states: int, least: float, out: int) -> None:
+        """Draw drafts of the sequences of a step that have rows for them, and write them to the columns of tokens.
+
+        ``box`` is the address of an array of i64 arguments (see ``program.cpp:drafted_rows``), and ``states`` that of a
+        ``HeadStates``.  The drafts of a sequence end where the probability that all are right, as the head estimates
+        it, falls below ``least``.  ``out`` is the address of their numbers i32 [n], one for each sequence with rows for
+        drafts.  They are -1, and nothing else changes, if the first pass has more pairs than a call computes."""
+        self._draft(self._made, box, states, least, out)
+
+    def forward_drafted(self, box: int, drafted: int) -> None:
+        """Run the layers of the rows of a step with drafts.  ``box`` is as in ``draft``, and ``drafted`` is the address
+        of the numbers that ``draft`` returned; rows of further drafts are left out."""
+        self._forward_drafted(self._made, box, drafted)
+
+    def sample_drafted(self, box: int, out: int) -> None:
+        """Draw the tokens of the rows that ``forward_drafted`` has computed.  ``out`` is the address of the result i32
+        [3, rows] of all rows of the step, as in ``sample``; it is 0 for rows that were left out."""
+        self._sample_drafted(self._made, box, out)
 
     def close(self) -> None:
         """End the threads of the program.  No call of it may be running."""
@@ -279,9 +310,11 @@ def product(
     rows, inputs = x.shape
     out = torch.empty(rows, len(weight))
     addresses = [_field(tensor) for tensor in (weight, scale, zero, None)]
-    made = MatrixAddresses(*addresses, FORMATS[weight.dtype], len(weight), inputs, group)
+    kind = FORMATS[weight.dtype]
+    made = MatrixAddresses(*addresses, kind, len(weight), inputs, group)
     instructions = ISAS.index(isa())
-    library.minivllm_product(instructions, ctypes.addressof(made), x.data_ptr(), rows, out.data_ptr())
+    at = ctypes.addressof(made)
+    library.minivllm_product(instructions, at, x.data_ptr(), rows, out.data_ptr())
     return out
 
 

@@ -34,6 +34,7 @@ from .step import rows_of
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Wiring
     from minivllm.core.timing import SeamTimes
+    from minivllm.device.layers.native_steps import NativeSteps
 
 
 class Drafting:
@@ -69,6 +70,23 @@ class Drafting:
         """Mark the drafter as broken, so that steps run without drafts, and return the error to report."""
         self.broken = True
         return StepError("drafts", f"drafter {self.part.name}", describe_error(e, self.drafter))
+
+    def run_natively(self, running: Running, native: NativeSteps | None) -> bool:
+        """Run a whole step with drafts in calls of native CPU code, and return True.
+
+        Return False, without a change, if the step has no drafts or native code cannot run all its parts."""
+        plan = running.plan
+        drafts = None if native is None else native.drafts
+        if drafts is None or self.broken or not drafts.takes(plan):
+            return False
+        found = self.seams.run("drafter", drafts.draft)
+        if found is None:
+            return False
+        running.drafted = torch.from_numpy(found)
+        self.seams.run("model", drafts.forward, found)
+        running.packed = self.seams.run("sampler", drafts.sample)
+        running.native = True
+        return True
 
     def prepare(self, running: Running) -> None:
         """Write the drafts of a step to the columns.

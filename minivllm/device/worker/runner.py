@@ -27,8 +27,7 @@ from minivllm.core.interfaces.plan import Delta, LateInputs, StepError, StepPlan
 from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
 from minivllm.device.hardware import free_ram
-from minivllm.device.layers.lowering import NotLowered
-from minivllm.device.layers.native_steps import NativeHead, NativeSteps, native_steps
+from minivllm.device.layers.native_steps import NativeSteps, native_steps
 from minivllm.device.layers.pooling import pool, pool_captured, rows_of, used_tokens
 from minivllm.errors import RequestError, describe_error, describe_step_error, external_part
 
@@ -42,6 +41,7 @@ from .drafting import Drafting
 from .head_model import HeadModel
 from .image_steps import ImageSteps
 from .images import ImageState
+from .native_head import add_native_head
 from .own_model import OwnModel
 from .pages import page_mover
 from .running import Running
@@ -135,27 +135,12 @@ class Runner:
                 self.wiring, self.state, self.model, parts, self.sampler, room, self.states_read, adapters
             )
             if made is not None:
-                self._add_native_head(made)
+                add_native_head(self, made)
         if made is not None:
             self.worker.weight_bytes += made.copied
         else:
             self.worker.notes.append(f"steps are not captured, they run as separate operations: {why_not}")
         return made
-
-    def _add_native_head(self, steps: NativeSteps) -> None:
-        """Build the native CPU code that runs the layers of a drafter's head, or note the reason why it cannot."""
-        own = self.own_models.get("drafter")
-        if not isinstance(own, HeadModel):
-            return
-        own.native = None
-        try:
-            second = own.second
-            made = NativeHead(steps, second.model, second.parts, second.one_rope, free_ram() // 4)
-        except NotLowered as e:
-            self.worker.notes.append(f"the layers of the drafter run as separate operations: {e}")
-            return
-        steps.head = own.native = made
-        steps.copied += made.copied
 
     def forget_native_head(self) -> None:
         """Run the layers of a drafter's head as separate operations from here on."""
@@ -312,6 +297,8 @@ class Runner:
                 if self.drafted is None:  # only captured steps with drafts read the lengths of rows on the device
                     plan = running.settle(self.state)
                 if self.drafting is not None:
+                    if not self._poison and self.drafting.run_natively(running, self.native):
+                        return running
                     self.drafting.prepare(running)
                     plan = running.plan
                 what = "model"
