@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from minivllm import files
 from minivllm.errors import ConfigError, EngineDeadError, shown
 
 from . import logs
@@ -98,9 +99,11 @@ def read_request(text: bytes, line: int, seen: dict[str, int]) -> BatchRequest:
     if len(text) > LONGEST:
         raise LineError("invalid_line", f"line {line} has more than {LONGEST} bytes")
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise LineError("invalid_json_line", f"line {line} is not JSON: {exc}") from None
+        value = files.parse_json(text.decode(), f"line {line}")
+    except UnicodeDecodeError:
+        raise LineError("invalid_json_line", f"line {line}: not UTF-8; save the file as UTF-8") from None
+    except ConfigError as exc:
+        raise LineError("invalid_json_line", str(exc)) from None
     if not isinstance(value, dict):
         raise LineError("invalid_line", f"line {line} is not a JSON object with {', '.join(KEYS)}")
     custom_id = value.get("custom_id")
@@ -158,15 +161,15 @@ class Results:
         end = 0
         with open(target, "r+b") as file:
             for text in file:
+                if not text.endswith(b"\n"):
+                    break
                 try:
                     value = json.loads(text)
                     custom_id, error = value["custom_id"], value["error"]
-                except (ValueError, TypeError, KeyError):
-                    if not text.endswith(b"\n"):
-                        break
-                    raise ConfigError(f"{target}: not the output of a batch: {shown(text[:80])}") from None
-                if not text.endswith(b"\n"):
-                    break
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    custom_id, error = -1, None
+                if custom_id is not None and not isinstance(custom_id, str):
+                    raise ConfigError(f"{target}: not the output of a batch: {shown(text[:80])}")
                 end += len(text)
                 if custom_id is None:
                     number = error.get("line") if isinstance(error, dict) else None

@@ -189,6 +189,21 @@ def test_a_wrong_line_is_refused_with_its_number(text, code):
     assert refused.value.code == code and len(str(refused.value)) < 500
 
 
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "has 5000 digits; expected at most 40"),
+        (b"[" * 100_000, "nested deeper than Python can parse; use fewer levels"),
+        ('{"custom_id": "a"}'.encode("utf-16"), "not UTF-8; save the file as UTF-8"),
+        (b'{"custom_id": "\\ud800"}', "half of a surrogate pair"),
+    ],
+)
+def test_a_line_that_is_no_json_is_refused_in_words_of_the_format(text, why):
+    with pytest.raises(LineError, match=f"^line 7: .*{why}") as refused:
+        read_request(text, 7, {})
+    assert refused.value.code == "invalid_json_line" and "Python" not in str(refused.value).replace(why, "")
+
+
 def test_a_long_line_costs_no_more_than_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("minivllm.server.batch.LONGEST", 100)
     path = tmp_path / "long.jsonl"
@@ -207,12 +222,16 @@ def test_a_long_line_costs_no_more_than_its_limit(tmp_path, monkeypatch):
         (["-i", "in.jsonl", "-o", "in.jsonl"], "is the input"),
         (["-i", "in.jsonl", "-o", "o.jsonl", "--concurrency", "0"], "expected a positive number"),
         (["-i", "in.jsonl", "-o", "other.jsonl", "--resume"], "not the output of a batch"),
+        (["-i", "in.jsonl", "-o", "list.jsonl", "--resume"], "list.jsonl: not the output of a batch"),
+        (["-i", "in.jsonl", "-o", "deep.jsonl", "--resume"], "deep.jsonl: not the output of a batch"),
     ],
 )
 def test_wrong_flags(tmp_path, monkeypatch, capsys, flags, text):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "in.jsonl", [line("a", CHAT, HI)])
     write(tmp_path / "other.jsonl", ['{"a": 1}'])
+    write(tmp_path / "list.jsonl", ['{"custom_id": [], "error": null}'])
+    write(tmp_path / "deep.jsonl", ["[" * 100_000])
     assert main(["run-batch", *flags]) == 2
     assert text in capsys.readouterr().err
     assert (tmp_path / "other.jsonl").read_text() == '{"a": 1}\n'

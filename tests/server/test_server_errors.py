@@ -112,3 +112,13 @@ def test_fields_without_effect_are_accepted_and_said(server):
         "max_tokens": 2,
     }
     assert "warnings" not in server.post(CHAT, quiet).json()
+
+
+def test_fields_of_a_request_that_allow_no_token_together_are_the_clients_error(server):
+    pytest.importorskip("llguidance")
+    fields = {"prompt": "a", "max_tokens": 3, "structured_outputs": {"regex": "[a-z]{3}"}, "allowed_token_ids": [1, 2]}
+    answer = server.post(COMPLETIONS, fields)
+    refused(
+        server, answer, 400, "structured_outputs and allowed_token_ids allow no token in common", "structured_outputs"
+    )
+    assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status_code == 200

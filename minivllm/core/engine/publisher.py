@@ -327,8 +327,8 @@ class Publisher:
             message = "nothing can be drawn: the model gave NaN, or processors left no token"
             if error is not None:
                 message = f"{error.plugin}: {error.message}"
-            elif seq.masked:
-                message += ", or its mask and its processors allow no token in common"
+            elif contradiction := seq.contradiction():
+                message = contradiction[0]
             self.finish(seq, "error", error=message)
             return
         self.send(seq, finish_of(flags, int(result.tokens[j])))

@@ -121,6 +121,26 @@ class Seq:
     def masked(self) -> bool:
         return self.request.grammar is not None or self.request.params.allowed_tokens_fn is not None
 
+    def contradiction(self) -> tuple[str, str] | None:
+        """Return the error of a request whose own fields left no token to draw, and one of these fields.
+
+        Return None for a request with fewer than two fields that exclude tokens."""
+        params = self.request.params
+        fields = {
+            "structured_outputs": self.request.grammar,
+            "allowed_tokens_fn": params.allowed_tokens_fn,
+            "allowed_token_ids": params.allowed_token_ids,
+            "bad_words": params.bad_words or None,
+        }
+        names = [name for name, value in fields.items() if value is not None]
+        if len(names) < 2:
+            return None
+        listed = f"{', '.join(names[:-1])} and {names[-1]}"
+        return (
+            f"nothing can be drawn: {listed} allow no token in common here; change one of them",
+            names[0],
+        )
+
     def defer_logprobs(self, lp: LogProbs, row: int) -> None:
         """Store row ``row`` of a step's log-probabilities ``lp`` for the newest token, to be converted later."""
         self.pending_logprobs.append(lp)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minivllm import files
 from minivllm.device.loading.gguf_file import is_gguf
-from minivllm.errors import ModelError, shown
+from minivllm.errors import ModelError, brief, shown
 
 from .gguf import gguf_tensors
 from .pickled_files import INDEX as PICKLED_INDEX
@@ -101,7 +101,8 @@ def opened(path: Path, expected: Sequence[str] | None = None) -> Iterator[Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield _with(file, path, expected)
     except (SafetensorError, OSError) as e:
-        raise ModelError(f"{path}: not a whole safetensors file ({e}); download it again") from None
+        why = brief(str(e), 300)  # the library quotes names and values of the file, of any length
+        raise ModelError(f"{path}: not a whole safetensors file ({why}); download it again") from None
 
 
 def _with(file: Any, path: Path, expected: Sequence[str] | None) -> Any:
@@ -153,18 +154,23 @@ def _pickled(folder: Path) -> list[tuple[Path, list[str] | None]]:
 def _indexed(folder: Path, index: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, list[str] | None]]:
     shards_of: dict[str, list[str]] = {}
     listed = files.read_json(index, files.PART, ModelError)
-    try:
-        for name, shard in listed["weight_map"].items():
-            shards_of.setdefault(shard, []).append(name)
-    except (KeyError, TypeError, AttributeError) as e:
-        raise ModelError(f"{index}: not an index of shards ({type(e).__name__}: {e}); download it again") from None
+    where = listed.get("weight_map") if isinstance(listed, dict) else None
+    if not isinstance(where, dict):
+        raise ModelError(
+            f"{index}: not an index of shards: expected an object with the object weight_map, of the file of each "
+            "tensor; download it again"
+        )
+    for name, shard in where.items():
+        if not isinstance(shard, str):
+            raise ModelError(f"{index}: the shard of {shown(name)} is {shown(shard)}: expected the name of a file")
+        shards_of.setdefault(shard, []).append(name)
     found: list[tuple[Path, list[str] | None]] = []
-    for shard, names in sorted(shards_of.items(), key=lambda item: str(item[0])):
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(suffixes):
+    for shard, names in sorted(shards_of.items()):
+        if Path(shard).name != shard or not shard.endswith(suffixes):
             raise ModelError(
                 f"{index}: shard {shown(shard)}: expected the name of a {' or '.join(suffixes)} file in the same folder"
             )
         if not files.is_there(folder / shard):
-            raise ModelError(f"{folder}: shard {shard} is missing; download it again")
+            raise ModelError(f"{folder}: shard {brief(shard)} is missing; download it again")
         found.append((folder / shard, list(names)))
     return found

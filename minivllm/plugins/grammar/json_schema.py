@@ -68,7 +68,9 @@ def prepare(schema: Any, write: Callable[[Node], str], formats: Formats = FORMAT
         return {}
     nodes = Nodes(schema)
     if not nodes.ends(schema):
-        raise ValueError("no finite value fits the schema, because its references form a cycle")
+        cycle = any("$ref" in node for node in nodes.all)
+        cause = "its references form a cycle" if cycle else "it requires a property or an item that it excludes"
+        raise ValueError(f"no finite value fits the schema, because {cause}")
     endless = [node for node in nodes.all if "$ref" in node and not nodes.ends(node)]
     for node in nodes.all:
         node.pop("$schema", None)

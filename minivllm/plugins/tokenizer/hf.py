@@ -12,7 +12,7 @@ from typing import Any
 
 from minivllm import files
 from minivllm.core.interfaces.tokenizer import TokenizerContext
-from minivllm.errors import ModelError, describe_error
+from minivllm.errors import ModelError, brief, describe_error
 from minivllm.runtime.text.class_tokens import class_tokens
 from minivllm.runtime.text.converted import convert
 from minivllm.runtime.text.growth import check_growth, panics_as
@@ -61,7 +61,8 @@ def _read_library(path: Path) -> Any:
         with panics_as(ValueError):
             return Backend.from_file(str(path))
     except Exception as e:  # the library raises plain Exception
-        raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {e}") from e
+        why = brief(str(e), 300)  # the library quotes values of the file, of any length
+        raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {why}") from e
 
 
 def _added(token: Any, special: bool) -> Any:

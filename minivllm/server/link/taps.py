@@ -157,10 +157,15 @@ def _sum(parts: Sequence[np.ndarray]) -> Any:
 def fault(engine: Engine, seq: Seq) -> tuple[int, str | None, str | None]:
     """Return (sample, error, param) of a branch that failed.
 
-    ``param`` is the request's field at fault: "taps" if the request reads more values than the engine keeps, else None.
+    ``param`` is the request's field at fault: "taps" if the request reads more values than the engine keeps, a field
+    that contradicts another one if together they allow no token, else None.
     """
-    too_many = TapLimits.of(engine.capacity, engine.wiring).too_many
-    return seq.sample, seq.error, "taps" if seq.error == too_many else None
+    if seq.error == TapLimits.of(engine.capacity, engine.wiring).too_many:
+        return seq.sample, seq.error, "taps"
+    contradiction = seq.contradiction()
+    if contradiction is not None and seq.error == contradiction[0]:
+        return seq.sample, *contradiction
+    return seq.sample, seq.error, None
 
 
 def read_values(columns: Mapping[str, np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:

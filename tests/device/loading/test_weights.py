@@ -252,11 +252,32 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     refuses(path, cfg, f"'{name}' occurs twice")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"a": 1}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": []}', '{"a": 1}'])
 def test_a_broken_index_is_refused(tmp_path, text):
     path, cfg, _ = tiny_dir(tmp_path, shard="20KB")
     (path / "model.safetensors.index.json").write_text(text)
     refuses(path, cfg, "index.json:1:2: broken JSON" if text == "{" else "not an index of shards")
+
+
+@pytest.mark.parametrize("shard", [3, None, ["a"], {}])
+def test_an_index_whose_shard_is_no_text_is_refused(tmp_path, shard):
+    path, cfg, _ = tiny_dir(tmp_path, shard="20KB")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
+    refuses(path, cfg, "the shard of 'lm_head.weight' is .*: expected the name of a file")
+
+
+def test_messages_about_a_file_of_weights_are_short_and_printable(tmp_path):
+    path, cfg, _ = tiny_dir(tmp_path)
+    index = path / "model.safetensors.index.json"
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "\x1b[2J.safetensors"}}))
+    refuses(path, cfg, r"shard \\x1b\[2J.safetensors is missing")
+    index.unlink()
+    header = json.dumps({"a": {"dtype": "x" * 100_000, "shape": [], "data_offsets": [0, 0]}}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match="not a whole safetensors file") as caught:
+        Harness(path, LLAMA, cfg)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("shard", ["../evil.safetensors", "/etc/passwd", "model.bin"])

@@ -185,3 +185,19 @@ def test_nothing_is_read_as_the_bound_that_it_must_not_be(library, bound):
         for step in ("1e-40", "1e-20", "1e-17", "1e-15", "0"):
             text = format(Decimal(repr(bound)) + sign * Decimal(step), "f")
             assert not takes(library, grammar, text) or (float(text) - bound) * sign > 0, text
+
+
+@pytest.mark.parametrize(
+    ("schema", "cause"),
+    [
+        (
+            {"type": "object", "properties": {}, "required": ["q"], "additionalProperties": False},
+            "it requires a property",
+        ),
+        ({"type": "array", "minItems": 1, "items": False}, "it requires a property or an item that it excludes"),
+        ({"$ref": "#"}, "its references form a cycle"),
+    ],
+)
+def test_a_schema_that_no_value_fits_is_refused_for_its_own_reason(schema, cause):
+    with pytest.raises(ValueError, match=f"no finite value fits the schema, because {cause}"):
+        prepare(schema, pattern)

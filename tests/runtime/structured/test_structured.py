@@ -192,7 +192,22 @@ def test_a_mask_and_allowed_tokens_fn_must_agree(llm):
     assert llm.generate("Once", some, use_tqdm=False)[0].text == "b"
     none = SamplingParams(temperature=0, max_tokens=4, structured_outputs=requested, allowed_tokens_fn=only("c"))
     output = llm.generate("Once", none, use_tqdm=False)[0]
-    assert output.finish_reason == "error" and "allow no token in common" in output.error
+    assert output.finish_reason == "error"
+    assert "structured_outputs and allowed_tokens_fn allow no token in common" in output.error
+
+
+def test_fields_that_exclude_every_token_together_are_named(llm):
+    ids = llm.tokenizer.encode("b", add_special_tokens=False)
+    for fields, names in (
+        (
+            {"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": ids},
+            "structured_outputs and allowed_token_ids",
+        ),
+        ({"bad_words": ["b"], "allowed_token_ids": ids}, "allowed_token_ids and bad_words"),
+    ):
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, **fields)
+        output = llm.generate("Once", params, use_tqdm=False)[0]
+        assert output.finish_reason == "error" and f"{names} allow no token in common" in output.error
 
 
 @needs_library

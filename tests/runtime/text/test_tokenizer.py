@@ -268,6 +268,18 @@ def test_broken_files_are_model_errors_that_name_the_place(files, tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_a_message_about_a_tokenizer_is_short_whatever_its_file_has(tmp_path):
+    write(tmp_path, byte_level())
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    word = next(iter(content["model"]["vocab"]))
+    content["model"]["vocab"][word] = "x" * 100_000
+    path.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="not a tokenizer that the tokenizers library reads") as caught:
+        load_tokenizer(tmp_path)
+    assert len(str(caught.value)) < 1000
+
+
 def test_no_tokenizer_is_a_model_error(tmp_path):
     with pytest.raises(ModelError, match=r"expected tokenizer\.json"):
         load_tokenizer(tmp_path)
