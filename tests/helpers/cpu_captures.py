@@ -128,8 +128,8 @@ class CpuRecorder:
     launch_ms = 1000.0  # time of separate launches, so that captures of all sizes save time
     recorded: list[Recording] = []  # recordings of all recorders, in order
 
-    def capture(self, run: Callable[[], Any]) -> tuple[Recording, Any]:
-        run()
+    def capture(self, run: Callable[[], Any], before: Callable[[], Any] | None = None) -> tuple[Recording, Any]:
+        (before or run)()
         recording = Recording()
         launch = InterpretedFunction.run
 

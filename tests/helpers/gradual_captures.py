@@ -17,6 +17,7 @@ from greedy import prompts
 from minivllm import AsyncLLM
 from minivllm.core.engine.engine import Engine
 from minivllm.core.interfaces.attention import GraphKey
+from minivllm.device.layers.decoder import DecoderBlock
 from minivllm.device.worker import graphs, later
 from minivllm.device.worker.captured import Drawn
 from minivllm.testing.tiny import tiny_dir
@@ -95,6 +96,30 @@ def test_captures_after_sleep_are_those_that_first_requests_need_and_measure_not
         same(want, llm.generate(items, params, False))
 
 
+def test_before_a_capture_equal_layers_run_once_except_before_the_first_of_a_kind(tmp_path, monkeypatch):
+    tiny_dir(tmp_path, "qwen3", num_hidden_layers=6)
+    ran, block = [], DecoderBlock.__call__
+    monkeypatch.setattr(DecoderBlock, "__call__", lambda self, *args: ran.append(self.name) or block(self, *args))
+    before, capture = [], CpuRecorder.capture
+
+    def counted(self, run, first=None):
+        def call():
+            ran.clear()
+            (first or run)()
+            before.append(len(ran))
+
+        return capture(self, run, call)
+
+    monkeypatch.setattr(CpuRecorder, "capture", counted)
+    params = requested(*PLAIN, ignore_eos=True)
+    want, _ = play(tmp_path, params, False, **SIZES)
+    with cpu_captures():
+        got, used = play(tmp_path, params, True, **SIZES)
+    same(want, got)
+    assert used.notes == [] and set(before) == {0, 3, 6}, "draws, other captures, the first of a kind"
+    assert before.count(6) == len({(type(key), key.kind, key.rows == 1) for key in used.forwards})
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_captures_between_any_two_steps_change_no_token(model, monkeypatch, depth, seed):
@@ -133,12 +158,12 @@ def test_a_capture_that_fails_while_serving_is_tried_once_and_its_steps_run_in_a
     want, _ = play(model, params, False, **SIZES)
     tried, capture = [], CpuRecorder.capture
 
-    def fails(self, run):
+    def fails(self, run, before=None):
         owner = next((one for one in owners if one.graphs is not None and one.graphs.later.begun), None)
         if owner is not None:
             tried.append(run)
             raise error
-        return capture(self, run)
+        return capture(self, run, before)
 
     owners = []
     begin = later.LaterCaptures.begin

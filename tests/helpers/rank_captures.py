@@ -30,7 +30,7 @@ class RankRecorder(CpuRecorder):
     records.
     """
 
-    def capture(self, run: Any) -> tuple[Recording, Any]:
+    def capture(self, run: Any, before: Any = None) -> tuple[Recording, Any]:
         global recording
         made, launch = super(), InterpretedFunction.run
 

@@ -29,6 +29,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import minivllm
@@ -235,11 +236,20 @@ class CompileAhead:
 
     def _compile(self, compile_it: Callable[[], Any]) -> None:
         """Compile a kernel's variant for this object's device, in a thread."""
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                compile_it()
-        else:
+        if self.device.type != "cuda":
             compile_it()
+            return
+        with torch.cuda.device(self.device):
+            _build_launcher(compile_it())
+
+
+def _build_launcher(kernel: Any) -> None:
+    """Compile the C code that launches a kernel, so that the first launch finds it in Triton's cache.
+
+    The C compiler takes as long as the kernel's own compilation.  The launcher is not stored in ``kernel``: another
+    thread may launch the kernel now, and must then find either all of its handles or none."""
+    if kernel is not None:
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 class CompiledMarks:

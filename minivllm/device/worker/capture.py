@@ -43,15 +43,18 @@ class GraphRecorder:
         # graphs whose capture failed; they are kept, because torch still counts them as users of their memory pools
         self._broken: list[torch.cuda.CUDAGraph] = []
 
-    def capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def capture(
+        self, run: Callable[[], Any], before: Callable[[], Any] | None = None
+    ) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Record the kernels that ``run`` launches; return (the graph, the result of ``run`` in the recorded call).
 
-        ``run`` is called twice: first without recording, so that kernels are compiled and scratch memory is allocated,
-        and then while it is recorded.  It must not wait for the device, and must not depend on the effects of an
-        earlier call.  Exceptions of ``run`` and errors of CUDA are raised unchanged; nothing is recorded then.
+        ``before`` is called first without recording, so that kernels are compiled and scratch memory is allocated; None
+        means ``run``.  It must launch every kernel that ``run`` launches.  ``run`` is then called while it is recorded.
+        It must not wait for the device, and must not depend on the effects of an earlier call.  Exceptions of both and
+        errors of CUDA are raised unchanged; nothing is recorded then.
         """
         with ALONE, self._on_stream():
-            run()
+            (before or run)()
             try:
                 return self._record(run)
             except torch.OutOfMemoryError:

@@ -54,6 +54,7 @@ from minivllm.errors import describe_error
 from . import step
 from .capture import GraphRecorder, replay_ms
 from .captured import Buffers, Captured, CapturedCalls, Drawn, SampleOperations, plain_draws, sampler_variants
+from .distinct_layers import DistinctLayers
 from .graph_keys import AdaptedKey, ImagedKey, TappedKey, holds, padded_rows
 from .later import LaterCaptures
 from .query_store import StepQueries
@@ -134,6 +135,7 @@ class Graphs:
         if runner.shared is not None:
             self.shared_sizes = shared_sizes(self.spare)
         self.recorder = GraphRecorder()
+        self.layers = DistinctLayers(runner)
         self.imaged = runner.image_steps()
         # first estimate: two operations for each weight (of two bytes) and token, with the weights of all experts
         self.costs = StepCosts.guessed(runner.worker.weight_bytes)  # ``_measure`` replaces it
@@ -624,17 +626,14 @@ class Graphs:
         b = self._spare_buffers(key.rows)
         self.serving.clear()
         run, tensors = self._layers(key, b)
-        graph, result = self.recorder.capture(run)
+        graph, result = self.recorder.capture(run, self.layers.before(key, run))
         self.forwards[key] = Captured(graph, result, **tensors)
 
     def rehearse(self, shape: GraphKey | Drawn) -> None:
         """Run the operations of a capture on spare rows, without recording them."""
         b = self._spare_buffers(shape.rows)
-        if isinstance(shape, Drawn):
-            run = self._draw(b, shape.operations)
-        else:
-            run, _ = self._layers(shape, b)
-        self.recorder.rehearse(run)
+        run = self._draw(b, shape.operations) if isinstance(shape, Drawn) else self._layers(shape, b)[0]
+        self.recorder.rehearse(partial(self.layers.shortened, run))
 
     def _spare_buffers(self, size: int) -> Buffers:
         """Return the buffers of captures of ``size`` rows, all of them with the spare slot."""

@@ -27,6 +27,7 @@ from .captured import Drawn, SampleOperations
 from .trial_launches import separate_step
 
 if TYPE_CHECKING:
+    from .distinct_layers import DistinctLayers
     from .later import Shape
     from .runner import Runner
 
@@ -56,6 +57,7 @@ class ServedCaptures(Protocol):
     sizes: list[int]  # numbers of rows for which decode steps are captured, ascending
     coarse: list[int]  # numbers of rows for which mixed steps are captured, ascending
     mixed: bool  # whether mixed steps are captured
+    layers: DistinctLayers
     draw_bits: dict[bool, int]  # by whether logits are float32: the limits whose kernels are compiled
 
     def late_masks(self) -> Any: ...
@@ -76,7 +78,7 @@ def compile_served(graphs: ServedCaptures, spans: Sequence[int], known: Collecti
     draws = served_draws(runner, graphs.sizes)
     shapes: list[GraphKey | Drawn] = [*steps, *draws]
     runs: list[Callable[[], Any]] = [partial(graphs.rehearse, shape) for shape in shapes if shape not in known]
-    runs += separate_steps(runner)
+    runs += [partial(graphs.layers.shortened, run) for run in separate_steps(runner)]
     return rehearsals.begin(*runs)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from minivllm import LLM
 from minivllm.core.engine.captures import QUIET, IdleCaptures
 from minivllm.core.timing import StartTimes
 from minivllm.device.layers.captured_sizes import coarse_sizes, first_decode, first_mixed, is_first_mixed, row_sizes
+from minivllm.device.worker.distinct_layers import distinct
 from minivllm.errors import EngineDeadError
 from minivllm.testing.tiny import tiny_dir
 
@@ -37,6 +39,25 @@ def test_every_decode_step_and_the_largest_mixed_step_fit_a_capture_of_the_start
     first = [one for one in mixed if is_first_mixed(one, mixed)]
     assert 1 <= len(first) <= 4
     assert {mixed[0], mixed[-1]} <= set(first), "the largest takes the memory of all, the smallest is tried first"
+
+
+@pytest.mark.parametrize(
+    "forms, layers",
+    [
+        ([0] * 28, [0, 1, 27]),
+        ([0, 0, 0, 1] * 7, [*range(8), 26, 27]),
+        ([0] + [1] * 9, [0, 1, 2, 9]),
+        ([0, 1] * 6, [0, 1, 2, 3, 10, 11]),
+        ([0] * 5 + [1] * 5, [0, 1, 2, 3, 4, 5, 6, 9]),
+        ([0, 1, 2, 3], [0, 1, 2, 3]),
+        ([0], [0]),
+        ([0, 0], [0, 1]),
+    ],
+)
+def test_the_layers_before_a_capture_have_each_form_and_each_pair_of_neighbours(forms, layers):
+    assert distinct(forms) == layers
+    run = [forms[i] for i in layers]
+    assert set(pairwise(run)) == set(pairwise(forms)) and layers[-1] == len(forms) - 1
 
 
 def test_an_idle_engine_waits_before_its_first_capture_and_none_follows_the_last():
