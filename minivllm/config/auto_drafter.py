@@ -60,7 +60,7 @@ def keep_none(plain: Resolved, reason: str) -> Resolved:
 def _excluded(plain: Resolved) -> str:
     """Return the reason why a head is not used although the drafter ``mtp`` supports the model, or ""."""
     if plain.device.kind != "cuda":
-        return "on a CPU drafts of a head save little or no time; drafter=mtp uses it"
+        return "on a CPU no head is used by itself; drafter=mtp uses it"
     if plain.wiring.images.max_images:
         return "images are not implemented with a drafter that has a model; max_images=0 serves text only"
     name = plain.parts["executor"].name

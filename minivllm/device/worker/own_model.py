@@ -54,6 +54,9 @@ class OwnModel(DraftModel):
         self.drafted = np.zeros(size, np.int64)
         # the passes of the call that is being captured (``captured_proposals.CapturedPasses``); None outside a capture
         self.passes: Any = None
+        # ``StepPlan.draft`` of the last step with drafts, and the slots of its sequences without drafts
+        self._draft: np.ndarray | None = None
+        self._without_drafts = np.zeros(0, np.int32)
 
     def note(self, plan: StepPlan) -> None:
         """Update the numbers of tokens in this model's KV cache for a step's plan: for sequences that join or fork, for
@@ -71,9 +74,12 @@ class OwnModel(DraftModel):
         if states is not None and len(delta.fork):
             forks = delta.fork[:, :2].T.astype(np.int64)
             states.copy(*self.state.to(forks))
-        lone = _lone(plan) if len(plan.draft) else plan.slots
-        self.extra[lone] = 0
-        self.drafted[lone] = 0
+        lone = self._lone(plan)
+        if len(lone):
+            self.extra[lone] = 0
+            self.drafted[lone] = 0
+        if not len(delta.table):
+            return
         table = delta.table[delta.table[:, 0] == 0]
         # an equal cached block may replace a row's block, and it may lack keys and values of this second model
         if len(table):
@@ -86,6 +92,16 @@ class OwnModel(DraftModel):
             self.drafted[shorter] = 0
             if states is not None:
                 self.read[shorter] = 0  # a recurrent state of fewer tokens cannot be restored
+
+    def _lone(self, plan: StepPlan) -> np.ndarray:
+        """Return the slots of the sequences without drafts in a step.  Steps that repeat the last one have its array
+        ``plan.draft``, so their slots are looked up once."""
+        if not len(plan.draft):
+            return plan.slots
+        if plan.draft is not self._draft:
+            self._draft = plan.draft
+            self._without_drafts = _lone(plan)
+        return self._without_drafts
 
     def logits(self, ask: Ask, j: int) -> Tensor:
         if self.passes is not None:
