@@ -128,7 +128,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "encoder",
                 _SEAMS + "encoder:ImageEncoder",
-                api=(1, 3),
+                api=(1, 4),
                 facts=("device", "dtype", "model_type"),
                 features={
                     "graph_safe": "`encode` can be captured in a CUDA graph and replayed on values of an equal shape: "
@@ -144,7 +144,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
-                api=(2, 16),
+                api=(2, 17),
                 changed="Wiring nests since 2.0 (wiring.num_blocks is wiring.cache.num_kvcache_blocks, "
                 "wiring.run_ahead is wiring.steps.run_ahead): see docs/compatibility.md",
                 facts=("device", "tensor_parallel_size"),

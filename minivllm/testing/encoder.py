@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cache
@@ -314,6 +315,43 @@ class EncoderConformance(Lasting, SpecConformance):
                 encoder.encode(values, tuple(found.shape))
             assert torch.equal(values, before), "encode changed its values: copy them first"
         assert torch.equal(state, torch.get_rng_state()), "encode drew from torch's generator"
+
+    @since(1, 4)
+    def test_parts_end_with_the_features_of_the_whole(self) -> None:
+        """Check ``encode_parts``: ascending shares in [0, 1), and at last the features as ``encode`` returns them.
+
+        The parts of several images are computed in turns, and one image is not finished.
+        """
+        made = self.made()
+        encoder = self.loaded()
+        prepared = [made.prepare(picture) for picture in self.pictures()[:3]]
+        right = [self.encoded(encoder, found).clone() for found in prepared]
+        running = [self._parts(encoder, found) for found in prepared]
+        abandoned = self._parts(encoder, prepared[0])
+        with torch.inference_mode():
+            next(abandoned)
+            del abandoned
+            ends: dict[int, Tensor] = {}
+            shares = [0.0] * len(running)
+            while len(ends) < len(running):
+                for i, one in enumerate(running):
+                    if i in ends:
+                        continue
+                    found = next(one, None)
+                    assert isinstance(found, (float, Tensor)), f"a part gave {found!r}: expected a share or features"
+                    if isinstance(found, Tensor):
+                        ends[i] = found
+                        continue
+                    assert shares[i] <= found < 1, f"the share {found} follows {shares[i]}: expected no less, below 1"
+                    shares[i] = found
+        for i, features in enumerate(right):
+            assert self.same(features, ends[i]), "an image has other features in parts"
+
+    def _parts(self, encoder: ImageEncoder, found: ImageValues) -> Iterator[float | Tensor]:
+        """Return the iterator of ``encode_parts`` for the prepared values of an image."""
+        flat = np.array(found.values).reshape(-1)
+        values = torch.from_numpy(flat).to(self.place())
+        return encoder.encode_parts(values, tuple(found.shape))
 
     @since(1, 1)
     def test_dummy_weights_depend_on_the_seed_alone(self) -> None:

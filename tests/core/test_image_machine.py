@@ -6,11 +6,15 @@ import pytest
 from image_machine import drive, machine_of
 
 from minivllm.core.engine import plan_columns
+from minivllm.core.engine.image_content import Content
 from minivllm.core.engine.images import Images
+from minivllm.errors import EngineDeadError
 from minivllm.plugins.scheduler.fair import Fair
 from minivllm.plugins.scheduler.fcfs import Fcfs
 
-SEEN = ("encoded", "reused", "dropped", "failed", "preempted", "hit", "copied", "forked", "aborted", "drafted")
+SEEN = (
+    "encoded", "reused", "dropped", "failed", "preempted", "hit", "copied", "forked", "aborted", "drafted", "divided",
+)  # fmt: skip
 
 
 def test_images_keep_their_features_and_prefixes_whatever_happens():
@@ -92,15 +96,19 @@ def the_limit_is_ignored(monkeypatch):
     monkeypatch.setattr(Images, "place", place)
 
 
+def features_are_read_before_they_are_complete(monkeypatch):
+    monkeypatch.setattr(Content, "ready", lambda self, step: self.encoded)
+
+
 FAULTS = (
     same_number_for_all_pictures, tenants_share_pictures, prompts_have_the_same_tokens_for_all_pictures,
     features_are_freed_early, pictures_change_places, chunks_end_anywhere, preempted_rows_keep_their_features,
-    lost_features_are_remembered, the_limit_is_ignored,
+    lost_features_are_remembered, the_limit_is_ignored, features_are_read_before_they_are_complete,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault, monkeypatch):
     fault(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, EngineDeadError)):
         drive(machine_of([Fcfs, Fair]), examples=400)

@@ -5,12 +5,14 @@ import pytest
 from image_machine import TOKEN, ImageDevice, prepared, tokens_of
 
 from minivllm.core.engine import images as book
+from minivllm.core.engine.image_content import Content
 from minivllm.core.engine.images import Images
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.encoder import ImageFacts
 from minivllm.core.interfaces.executor import ImageWiring
 from minivllm.core.interfaces.images import PlacedImage
 from minivllm.core.interfaces.params import SamplingParams
+from minivllm.errors import EngineDeadError
 from minivllm.testing.sim import run, sim_engine
 
 LIMIT = 64  # bytes of features, with room for eight tokens
@@ -19,12 +21,13 @@ LIMIT = 64  # bytes of features, with room for eight tokens
 class Steps:
     """An engine without a model, with the steps that it has planned."""
 
-    def __init__(self, undivided=False, budget=24, depth=0):
+    def __init__(self, undivided=False, budget=24, depth=0, steps=1):
         facts = ImageFacts(TOKEN, after=(2,), span=4) if undivided else ImageFacts(TOKEN)
         wiring = ImageWiring(max_images=8, cache_mb=1, facts=facts)
         shape = {"slots": 6, "max_len": 64, "blocks": 120, "budget": budget, "depth": depth}
         self.engine = sim_engine(**shape, images=wiring, device=ImageDevice)
         self.engine.images.limit = self.engine.executor.limit = LIMIT
+        self.engine.planner._steps_of = lambda rows, tokens: steps if tokens > 1 else 1
         self.engine.executor.picture_of = self.pictures = {}
         self.plans, planned = [], self.engine.planner.next
 
@@ -80,6 +83,44 @@ def test_no_step_with_decoding_rows_reads_an_image_that_it_encodes(undivided, de
     assert not steps.engine.images.held
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_image_of_several_steps_is_encoded_alone_and_read_when_it_is_complete(depth):
+    """Beside decoding rows no step reads an image before its last share is computed, and none begins another image."""
+    steps = Steps(depth=depth, steps=3)
+    steps.add("text", out=60)
+    for _ in range(4):
+        steps.engine.step()
+    requests = [steps.add(f"r{i}", i % 6, (i + 1) % 6, text=i) for i in range(1, 7)]
+    run(steps.engine)
+    assert all(seq.finish_reason == "length" for r in requests for seq in r.sequences)
+    complete, divided = {}, 0  # number of an image -> index of the first step that finds it complete
+    for index, ((plan, _), (decodes, new, read)) in enumerate(zip(steps.plans, steps.figures(), strict=True)):
+        under_way = [number for number, at in complete.items() if at > index]
+        assert not (decodes and new and under_way), "an image is begun before the last one is complete"
+        for number, size, *_, shares in plan.delta.image.tolist():
+            if size:
+                complete[number] = index + shares
+                divided += shares > 1
+                assert shares == 1 or len(new) == 1
+        assert not decodes or all(complete[number] <= index for number in read)
+    assert divided > 3
+
+
+def test_shares_of_images_are_counted_for_the_steps_that_compute_them():
+    steps = Steps(steps=3)
+    steps.add("text", out=30)
+    for _ in range(3):
+        steps.engine.step()
+    noted = []
+    steps.engine.planner.note = lambda plan, ms: noted.append(steps.engine.images.encoded_by(plan.id))
+    steps.add("r", 3, 2)
+    run(steps.engine)
+    four, three = tokens_of(3), tokens_of(2)
+    found = [one for one in noted if one]
+    assert found == [pytest.approx((four / 3, four))] * 3 + [pytest.approx((three / 3, three))] * 3
+    assert not steps.engine.images.work
+
+
 def test_an_image_alone_is_encoded_and_read_in_one_step():
     steps = Steps()
     steps.add("r", 3, 2)
@@ -117,5 +158,20 @@ def test_encodes_of_a_step_keep_the_budget_of_its_tokens(budget, most, requests,
 
 def test_a_step_that_reads_what_it_encodes_is_found(monkeypatch):
     monkeypatch.setattr(Images, "encoded_tokens", lambda self, seq, first: 1000)
-    with pytest.raises(AssertionError, match="any"):
+    with pytest.raises((AssertionError, EngineDeadError)):
         test_no_step_with_decoding_rows_reads_an_image_that_it_encodes(False, 0)
+
+
+def early(monkeypatch):
+    monkeypatch.setattr(Content, "ready", lambda self, step: self.encoded)
+
+
+def together(monkeypatch):
+    monkeypatch.setattr(Images, "dividing", False)
+
+
+@pytest.mark.parametrize("fault", [early, together])
+def test_a_fault_of_divided_images_is_found(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, EngineDeadError)):
+        test_an_image_of_several_steps_is_encoded_alone_and_read_when_it_is_complete(0)

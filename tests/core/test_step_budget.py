@@ -22,7 +22,7 @@ MOST = 16384
 
 def plan_of(q_len, computed, images=0):
     """Return a plan with the columns that a budget reads.  ``images`` rows of features change with it."""
-    delta = Delta(image=np.zeros((images, 5), np.int32))
+    delta = Delta(image=np.zeros((images, 7), np.int32))
     return SimpleNamespace(q_len=q_len, computed=computed, delta=delta)
 
 
@@ -174,3 +174,35 @@ def test_times_that_were_not_measured_are_left_out(device_ms):
     run(engine, check=True)
     assert [outputs(r)[0] for r in requests] == [answer(r.prompt, r.params) for r in requests]
     assert engine.planner.budget.most(1, 0) == 32
+
+
+def test_large_images_are_encoded_in_steps_that_keep_the_time_of_prompts():
+    budget = StepBudget(None, MOST)
+    assert budget.steps_of(4, 16384) == 1  # nothing is known
+    for _ in range(5):
+        budget.note(plan_of(np.ones(4, np.int32), np.full(4, 500)), 5.0)
+    assert budget.most(4, 0) > 0
+    ms = {tokens: 0.01 * tokens + 4e-6 * tokens**2 for tokens in (256, 1024, 4096, 16384)}
+    for _ in range(20):
+        for tokens in (256, 1024, 4096):
+            plan = plan_of(np.ones(4, np.int32), np.full(4, 500), images=1)
+            budget.note(plan, 5.0 + ms[tokens], (tokens, tokens))
+    limit = AUTO * 5.0
+    assert budget.steps_of(4, 256) == budget.steps_of(4, 1024) == 1 and ms[1024] < limit
+    for tokens in (4096, 16384):
+        steps = budget.steps_of(4, tokens)
+        assert 0.7 < 2 * ms[tokens] / limit / steps < 1.4
+    # a share of an image teaches the same as the whole image
+    learned = budget.encodes.seconds(4096, 4096)
+    for _ in range(20):
+        budget.note(plan_of(np.ones(4, np.int32), np.full(4, 500), images=1), 5.0 + ms[4096] / 8, (512.0, 4096.0))
+    assert budget.encodes.seconds(4096, 4096) == pytest.approx(learned, rel=0.15)
+
+
+def test_a_step_with_prompts_and_images_is_left_out_until_the_time_of_prompts_is_known():
+    budget = StepBudget(None, MOST)
+    budget.note(plan_of(np.array([1, 100]), np.array([5, 0]), images=1), 30.0, (100.0, 100.0))
+    assert budget.encodes.seconds(100, 100) == 0
+    budget.note(plan_of(np.array([1, 100]), np.array([5, 0])), 10.0)
+    budget.note(plan_of(np.array([1, 100]), np.array([5, 0]), images=1), 30.0, (100.0, 100.0))
+    assert 0.018 < budget.encodes.seconds(100, 100) < 0.022 and not budget.pace.each > 2e-4

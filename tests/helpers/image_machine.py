@@ -41,9 +41,10 @@ def prepared(picture):
 class ImageDevice(SimExecutor):
     """A simulated device that checks the features of images.
 
-    A row that computes a part of an image needs the features of this picture.  No features are computed twice without
-    being freed, and all of them together keep the limit.  Histories have the picture in place of its tokens, so that
-    the check of the KV cache fails where two pictures share a block."""
+    A row that computes a part of an image needs the features of this picture.  They are complete if other rows decode
+    in the step.  No features are computed twice without being freed, and all of them together keep the limit.
+    Histories have the picture in place of its tokens, so that the check of the KV cache fails where two pictures share
+    a block."""
 
     undivided = False
     limit = 0
@@ -51,12 +52,15 @@ class ImageDevice(SimExecutor):
     def start(self, wiring):
         """Return the capacity of a device that reads images."""
         self.features, self.spans = {}, {}
+        self.due = {}  # number of an image -> id of the first step that finds its features complete
+        self.prompt_of, self.now, self.beside = {}, 0, False
         self.undivided = wiring.images.facts.span > 0
         return replace(super().start(wiring), image_bytes=BYTES)
 
     def _delta(self, d):
         at = 0
-        for number, size, each, *shape in d.image.tolist():
+        for number, size, each, *shape, steps in d.image.tolist():
+            assert (steps > 0) == (size > 0), f"{steps} steps compute the features of {size} bytes"
             if not size:
                 self.features.pop(number, None)
                 continue
@@ -70,11 +74,23 @@ class ImageDevice(SimExecutor):
         super()._delta(d)
         for source, slot, _ in d.fork.tolist():
             self.spans[slot] = self.spans.get(source, [])
+            self.prompt_of[slot] = self.prompt_of[source]
+
+    def _run(self, plan, late, ms):
+        delta, self.now = plan.delta, plan.id
+        self.due |= {row[0]: plan.id + row[-1] for row in delta.image.tolist() if row[1]}
+        new = [*delta.fork[:, 1].tolist(), *([] if delta.join is None else delta.join.slot.tolist())]
+        drawn = zip(plan.slots.tolist(), plan.q_len.tolist(), plan.computed.tolist(), strict=True)
+        rows = [one for i, one in enumerate(drawn) if i in plan.samples]
+        decodes = [slot for slot, q, at in rows if q == 1 and slot not in new and at >= self.prompt_of[slot]]
+        self.beside = len(decodes) > 0
+        return super()._run(plan, late, ms)
 
     def _join(self, j):
         tokens, starts = j.tokens.copy(), np.cumsum(j.known) - j.known
-        for slot in j.slot.tolist():
+        for slot, prompt in zip(j.slot.tolist(), j.prompt.tolist(), strict=True):
             self.spans[slot] = []
+            self.prompt_of[slot] = prompt
         for i, number, position, count, *_ in j.image.tolist():
             picture = self.picture_of[number]
             assert count == tokens_of(picture)
@@ -89,6 +105,8 @@ class ImageDevice(SimExecutor):
             if first < computed + q and end > computed:
                 found = self.features.get(number)
                 assert found == self.picture_of[number], f"image {number} has the features of {found}"
+                rest = self.beside and self.due[number] > self.now
+                assert not rest, f"rows wait for the rest of image {number}, which they do not read"
             inside = self.undivided and first < computed + q < end
             assert not inside, f"a chunk of slot {slot} ends inside an image"
         super()._read_and_write(slot, q, computed)
@@ -107,8 +125,9 @@ class ImageMachine(EngineMachine):
         room=st.integers(4, 24),
         undivided=st.booleans(),
         drafts=st.sampled_from([0, 0, 2]),
+        steps=st.sampled_from([1, 1, 2, 5]),
     )
-    def start(self, data, depth, windows, blocks, budget, prefix, room, undivided, drafts):
+    def start(self, data, depth, windows, blocks, budget, prefix, room, undivided, drafts, steps):
         self.clock, self.budget = Clock(), budget + 3 * undivided
         facts = ImageFacts(TOKEN, after=(2,), span=4) if undivided else ImageFacts(TOKEN)
         self.engine = sim_engine(
@@ -125,6 +144,7 @@ class ImageMachine(EngineMachine):
             device=ImageDevice,
         )
         self.device = self.engine.executor
+        self.engine.planner._steps_of = lambda rows, tokens: min(tokens, steps)  # of the features of an image
         self.engine.images.limit = self.device.limit = room * BYTES
         self.device.picture_of = {}
         self.owner_of = {}
@@ -204,6 +224,7 @@ class ImageMachine(EngineMachine):
         self.seen["dropped"] += images.evicted
         if self.engine.speculation is not None:
             self.seen["drafted"] += int(self.engine.speculation.proposed.sum())
+        self.seen["divided"] += images.divided is not None
         self.seen["waited"] += self.engine.images.used > 0
 
 

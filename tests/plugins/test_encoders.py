@@ -107,6 +107,25 @@ def test_the_own_tower_gives_the_features_of_transformers_for_one_and_several_im
             assert (a - b).abs().max() < 2e-6 * b.abs().max() + 1e-6 and torch.allclose(two[: len(a)], a, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_parts_of_images_that_are_encoded_in_turns_have_the_features_of_whole_images(family):
+    folder = image_checkpoint(family)
+    made = Qwen3VL(None, EncoderContext(str(folder), open_checkpoint(folder).raw))
+    made.load("cpu", "float32")
+    layers = len(made.model.visual.blocks)
+    grids = ((1, 4, 4), (1, 6, 10), (1, 4, 4))
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.rand(int(np.prod(grid)) * 3 * 2 * 16**2, generator=draw) for grid in grids]
+    with torch.inference_mode():
+        right = [made.encode(one, grid) for one, grid in zip(values, grids, strict=True)]
+        running = [made.encode_parts(one, grid) for one, grid in zip(values, grids, strict=True)]
+        next(made.encode_parts(values[1], grids[1]))  # it is abandoned
+        for number in range(layers):
+            assert [next(one) for one in running] == [(number + 1) / (layers + 1)] * len(grids)
+        for one, whole in zip(running, right, strict=True):
+            assert torch.equal(next(one), whole) and next(one, None) is None
+
+
 def test_both_calls_of_a_capture_have_the_same_attention_whatever_sizes_come_between():
     folder = image_checkpoint("qwen3_vl")
     made = Qwen3VL(None, EncoderContext(str(folder), open_checkpoint(folder).raw))
@@ -295,8 +314,8 @@ class Exits(Colours):
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (WrongForm, r"encode\(\) gave torch.float32 \[16, 32\] on cpu; expected torch.float32 \[1, tokens, 32\]"),
-        (WrongDtype, r"encode\(\) gave torch.float64"),
+        (WrongForm, r"the encoder gave torch.float32 \[16, 32\] on cpu; expected torch.float32 \[1, tokens, 32\]"),
+        (WrongDtype, r"the encoder gave torch.float64"),
         (WrongCount, r"gave 15 features; expected 16"),
         (Exits, "goodbye"),
     ],

@@ -26,11 +26,17 @@ class Content:
     key: ContentKey
     requests: int = 0  # count of unfinished requests with the image
     rows: int = 0  # count of sequences in slots that have not computed the image's tokens yet
-    # whether the device has the features, or computes them with the next step
+    # whether the device has the features, or computes them with the next steps
     encoded: bool = False
+    # id of the first step that finds all features computed; a step before it would compute the rest
+    due: int = 0
     # whether the features were computed ahead of time and no step has read them yet
     ahead: bool = False
     listed: bool = True  # whether later requests with the same image get this content
+
+    def ready(self, step: int) -> bool:
+        """Return whether the step with this id finds all features computed."""
+        return self.encoded and self.due <= step
 
 
 def without_numbers(tokens: np.ndarray, images: Sequence[PlacedImage]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
     request ──► numbers by content ──► tokens of the prefix index: VOCAB + number at each placeholder
     admitted ──► the bytes of its images are reserved ──► chunk reaches an image ──► Delta.image computes its features
-                 (before a chunk reaches it, if rows decode) ──────────────────────────────┘
+                 (before a chunk reaches it, if rows decode; a large image in several steps) ──────────────┘
     last image computed ──► features without a row stay as a cache, and the least recently used ones make room
     features are lost ──► their sequences end, and later requests with the image get a new number
 
@@ -23,7 +23,7 @@ from minivllm.errors import RequestError
 from .image_content import Content, ContentKey
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from minivllm.core.interfaces.executor import Capacity, ImageWiring, Wiring
     from minivllm.core.interfaces.images import PreparedImage
@@ -62,8 +62,14 @@ class Images:
         self.held: dict[Seq, list[Content]] = {}
         self.used = 0  # bytes of features that are on the device or reserved there
         self.feature_bytes = 0  # of encoded contents
-        # images whose features the device computes with the next delta
-        self.encodes: list[tuple[Content, PreparedImage]] = []
+        # images whose features the device computes from the next delta on, and the number of steps
+        # that compute them
+        self.encodes: list[tuple[Content, PreparedImage, int]] = []
+        self.step = 0  # id of the step that is planned
+        # the last image whose features several steps compute
+        self.divided: Content | None = None
+        # id of a planned step -> (image tokens that it encodes, mean tokens of their images)
+        self.work: dict[int, tuple[float, float]] = {}
         self.frees: list[int] = []  # numbers, likewise
         self.encoded = self.reused = self.evicted = 0
         self._next = 0
@@ -239,21 +245,34 @@ class Images:
                     self.reused += a <= placed.position
                 content.ahead = False
 
+    @property
+    def dividing(self) -> bool:
+        """Return whether the planned step computes a part of an image's features, and a later one the rest."""
+        one = self.divided
+        return one is not None and one.encoded and one.due > self.step
+
     def encoded_tokens(self, seq: Seq, first: int) -> int:
-        """Return the number of tokens of a sequence, from position ``first`` on, before the next image without
-        features."""
+        """Return the number of tokens of a sequence, from position ``first`` on, before the next image whose features
+        the planned step does not find computed."""
         for placed, content in zip(seq.request.images, seq.request.contents, strict=True):
-            if placed.end > first and not content.encoded:
+            if placed.end > first and not content.ready(self.step):
                 return max(placed.position - first, 0)
         return NUMBERS
 
-    def encode_next(self, slots: Slots, budget: int) -> None:
+    def encode_next(
+        self, slots: Slots, budget: int, steps_of: Callable[[int], int] = lambda tokens: 1
+    ) -> None:
         """Request the features of the next images of the sequences in slots, before a step reads them.
+
+        ``steps_of`` returns the number of steps that compute the features of an image with some number of tokens.  An
+        image of several steps is encoded alone.
 
         Together the images have at most ``budget`` tokens, and at most MOST_AHEAD times half the number of sequences
         that wait for features.  This factor is at least 1 and at most MOST_AT_ONCE.  A single image may have more.
         Encoding images of several sequences in one step delays the decoding rows as long in sum, but in fewer steps.
         """
+        if self.dividing:
+            return
         waiting = sum(
             self.encoded_tokens(seq, int(slots.computed[seq.slot])) < NUMBERS for seq in self.held
         )
@@ -265,16 +284,35 @@ class Images:
                     continue
                 if placed.image.tokens > left < budget:
                     return
+                steps = steps_of(placed.image.tokens)
+                if steps > 1 and left < budget:
+                    return
                 left -= placed.image.tokens
-                self._encode(content, placed.image)
+                self._encode(content, placed.image, steps)
                 content.ahead = True
+                if steps > 1:
+                    self.divided = content
+                    return
 
-    def _encode(self, content: Content, image: PreparedImage) -> None:
-        """Request that the device computes the features of an image with the next delta."""
+    def _encode(self, content: Content, image: PreparedImage, steps: int = 1) -> None:
+        """Request that the device computes the features of an image in so many steps from the planned one on."""
         content.encoded = True
+        content.due = self.step + steps
+        for step in range(self.step, content.due):
+            tokens, context = self.work.get(step, (0.0, 0.0))
+            share = image.tokens / steps
+            pairs = tokens * context + share * image.tokens
+            self.work[step] = tokens + share, pairs / (tokens + share)
         self.feature_bytes += content.size
         self.encoded += 1
-        self.encodes.append((content, image))
+        self.encodes.append((content, image, steps))
+
+    def encoded_by(self, step: int) -> tuple[float, float] | None:
+        """Remove and return the image tokens that a finished step encoded, and the mean tokens of their images; None if
+        the step encoded none."""
+        for earlier in [one for one in self.work if one < step]:
+            del self.work[earlier]
+        return self.work.pop(step, None)
 
     @property
     def undivided(self) -> bool:
@@ -287,11 +325,11 @@ class Images:
         recorded changes."""
         if not self.encodes and not self.frees:
             return {}
-        rows = [(number, 0, 0, 0, 0, 0) for number in self.frees]
-        arrays = [image.values for _, image in self.encodes]
+        rows = [(number, 0, 0, 0, 0, 0, 0) for number in self.frees]
+        arrays = [image.values for _, image, _ in self.encodes]
         rows += [
-            (one.number, values.nbytes, values.itemsize, *image.shape)
-            for (one, image), values in zip(self.encodes, arrays, strict=True)
+            (one.number, values.nbytes, values.itemsize, *image.shape, steps)
+            for (one, image, steps), values in zip(self.encodes, arrays, strict=True)
         ]
         parts = [values.view(np.uint8) for values in arrays]
         pixels = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])

@@ -72,6 +72,10 @@ class Pace:
         self.mean = sy / n
         self.reach = max(self.reach, min(GROWTH * tokens, self.budget))
 
+    def seconds(self, tokens: float, context: float) -> float:
+        """Return the learned time of ``tokens`` tokens that attend to ``context`` keys on average, 0 if unknown."""
+        return tokens * max(self.each + self.key * context, self.mean / 2)
+
     def fit(
         self, context: int, seconds: float, least: int, bearable: float, length: float = inf
     ) -> int:

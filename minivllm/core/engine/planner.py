@@ -13,6 +13,7 @@ that it needs.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -213,6 +214,8 @@ class Planner:
         s = self.slots
         self.steady = self.drafted = None
         self.encodes_apart = False
+        if self.images is not None:
+            self.images.step = self.step_id + 1
         # a branch may have left its slot before any plan contained the fork
         if self.forks:
             self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]
@@ -310,8 +313,9 @@ class Planner:
 
     def note(self, plan: StepPlan, device_ms: float) -> None:
         """Update the learned step times with a finished step that took ``device_ms`` milliseconds on the device."""
+        encoded = None if self.images is None else self.images.encoded_by(plan.id)
         if self.budget is not None:
-            self.budget.note(plan, device_ms)
+            self.budget.note(plan, device_ms, encoded)
 
     def _timely(self, decode: np.ndarray) -> int:
         """Return how many prompt tokens the step may have, so that the rows in the slots ``decode`` get their next
@@ -326,7 +330,9 @@ class Planner:
         for seq in self.waiting.heads() if self.n_waiting else ():
             longest = max(longest, seq.known)
         context = int(s.computed[rows].max(initial=0))
-        return budget.most(len(decode), context, longest or 1)
+        most = budget.most(len(decode), context, longest or 1)
+        divides = self.images is not None and self.images.dividing
+        return max(most // 2, 1) if divides else most
 
     def _spare(self, budget: int, most: int) -> int:
         """Return how many of ``budget`` prompt tokens to reserve for a short waiting prompt, 0 for none.
@@ -528,6 +534,11 @@ class Planner:
         seq = self.slots.at(slot)
         return min(tokens, self.images.encoded_tokens(seq, int(self.slots.computed[slot])))
 
+    def _steps_of(self, rows: int, tokens: int) -> int:
+        """Return the number of steps with ``rows`` decoding rows that compute the features of an image with ``tokens``
+        tokens."""
+        return 1 if self.budget is None else self.budget.steps_of(rows, tokens)
+
     def room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
         """Return (tokens, blocks) for a row's next chunk as ``KVCache.room`` does, but without cutting an image whose
         tokens attend to each other.
@@ -573,7 +584,8 @@ class Planner:
         if self.images is not None:
             self.images.reach(s, at, q_len)
             if self.encodes_apart:
-                self.images.encode_next(s, self.most_tokens - prompt_tokens)
+                left = self.most_tokens - prompt_tokens
+                self.images.encode_next(s, left, partial(self._steps_of, len(decode)))
         delta = take_delta(self)
         computed = s.computed[at]
         if len(draft):

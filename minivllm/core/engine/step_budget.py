@@ -6,13 +6,16 @@ Both times are learned from earlier steps.  A step without decoding rows has no 
 
 With tpot_target_ms="auto" the prompts of a step may take AUTO times as long as the shortest step without prompts.  That
 shortest time is mostly spent on reading the weights, which every step repeats, so it is a small share of such a longer
-step.  A step of many decoding rows takes longer than the shortest one, but this does not raise the limit."""
+step.  A step of many decoding rows takes longer than the shortest one, but this does not raise the limit.
+
+An image whose features take longer than the prompts of a step may take is encoded in several steps.  Each of these
+steps spends half of that time on the image, and the other half on prompts."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +38,8 @@ SIZES = 16
 # At least this share of a step's time is counted for its prompts, because the time of its decoding
 # rows is an estimate.
 DOUBT = 0.05
+ENCODED = 1024  # image tokens of a measurement of an encoder that has full weight
+MOST_STEPS = 64  # largest number of steps that compute the features of an image
 KEPT = 0.8  # weight of the earlier measurements of a group relative to a new one
 
 
@@ -48,6 +53,8 @@ class StepBudget:
     def __init__(self, target_ms: float | None, most: int, sizes: Sequence[int] = ()) -> None:
         self.target_ms, self.sizes = target_ms, tuple(sizes)
         self.pace = Pace(most, most)
+        # time of the features of images; the keys of an image token are the tokens of its image
+        self.encodes = Pace(most, min(ENCODED, most))
         # milliseconds of a step without prompts, for each group of row counts; 0 means unknown
         self._decodes = np.zeros(SIZES)
 
@@ -61,13 +68,21 @@ class StepBudget:
             None if target == "auto" else float(target), wiring.max_num_batched_tokens, sizes
         )
 
-    def note(self, plan: StepPlan, device_ms: float) -> None:
+    def note(
+        self, plan: StepPlan, device_ms: float, encoded: tuple[float, float] | None = None
+    ) -> None:
         """Update the times with a finished step that took ``device_ms`` on the device.
 
-        0, NaN and infinity mean that an executor did not measure it.  A step that computes features of images is left
-        out."""
+        0, NaN and infinity mean that an executor did not measure it.  ``encoded`` has the image tokens that the step
+        encoded, and the mean number of tokens of their images; None if the step encoded none.  A step that frees
+        features is left out."""
         q_len = plan.q_len
-        if not 0 < device_ms < inf or not len(q_len) or len(plan.delta.image):
+        if not 0 < device_ms < inf or not len(q_len):
+            return
+        if encoded is not None:
+            self._note_encodes(plan, device_ms, *encoded)
+            return
+        if len(plan.delta.image):
             return
         if q_len[-1] == 1:
             group = _group(len(q_len))
@@ -81,6 +96,33 @@ class StepBudget:
         context = float(tokens @ (plan.computed[chunk] + tokens / 2)) / total
         prompts = max(device_ms - self.decodes_ms(rows), DOUBT * device_ms)
         self.pace.note(total, context, prompts / 1e3)
+
+    def _note_encodes(
+        self, plan: StepPlan, device_ms: float, tokens: float, context: float
+    ) -> None:
+        """Update the time of features with a step that encoded ``tokens`` image tokens.
+
+        The time of the step's own tokens is estimated.  Without an estimate of its prompts the step is left out."""
+        chunk = plan.q_len > 1
+        lengths = plan.q_len[chunk].astype(np.int64)
+        if len(lengths) and not self.pace.each:
+            return
+        others = self.decodes_ms(len(plan.q_len) - len(lengths))
+        if len(lengths):
+            total = int(lengths.sum())
+            keys = float(lengths @ (plan.computed[chunk] + lengths / 2)) / total
+            others += 1e3 * self.pace.seconds(total, keys)
+        ms = max(device_ms - others, DOUBT * device_ms)
+        self.encodes.note(max(round(tokens), 1), context, ms / 1e3)
+
+    def steps_of(self, rows: int, tokens: int) -> int:
+        """Return the number of steps with ``rows`` decoding rows that compute the features of an image with ``tokens``
+        tokens: 1 if they take no longer than the prompts of a step may take, or if their time is unknown."""
+        ms = 1e3 * self.encodes.seconds(tokens, tokens)
+        limit = self._prompts_ms(rows)
+        if ms <= limit:
+            return 1
+        return min(ceil(2 * ms / limit), MOST_STEPS)
 
     def decodes_ms(self, rows: int) -> float:
         """Return the milliseconds of a step with ``rows`` decoding rows and no prompts, as measured for about as many
@@ -96,14 +138,17 @@ class StepBudget:
         """Return the prompt tokens that the next step may have beside ``rows`` decoding rows.
 
         ``context`` is the number of computed tokens of the prompts, ``length`` the tokens of the longest prompt."""
-        if self.target_ms is None:
-            known = self._decodes[self._decodes > 0]
-            prompts = max(AUTO * float(known.min()), LEAST_MS) if len(known) else LEAST_MS
-            found = self.pace.fit(context, prompts / 1e3, CHUNK, 2e-3 * prompts, length)
-        else:
-            prompts = max(self.target_ms - self.decodes_ms(rows), LEAST_SHARE * self.target_ms)
-            found = self.pace.fit(context, prompts / 1e3, CHUNK, self.target_ms / 1e3, length)
+        prompts = self._prompts_ms(rows)
+        bearable = 2 * prompts if self.target_ms is None else self.target_ms
+        found = self.pace.fit(context, prompts / 1e3, CHUNK, bearable / 1e3, length)
         return self._without_padding(found, rows)
+
+    def _prompts_ms(self, rows: int) -> float:
+        """Return the milliseconds that the prompts of a step may take beside ``rows`` decoding rows."""
+        if self.target_ms is not None:
+            return max(self.target_ms - self.decodes_ms(rows), LEAST_SHARE * self.target_ms)
+        known = self._decodes[self._decodes > 0]
+        return max(AUTO * float(known.min()), LEAST_MS) if len(known) else LEAST_MS
 
     def _without_padding(self, tokens: int, rows: int) -> int:
         """Return the largest number of prompt tokens, at most ``tokens``, that needs no padding in a step with ``rows``

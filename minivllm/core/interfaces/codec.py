@@ -224,7 +224,7 @@ _PLAN = Layout(
                 ("save", 4),
                 ("adapter", 2),
                 ("compact", 5),
-                ("image", 6),
+                ("image", 7),
                 ("sources", 0),
                 ("kept", 0),
             ],

@@ -2,6 +2,7 @@
 
     front end   facts() ── prepare(picture) ──► values, shape, tokens ──► placeholders in the prompt
     worker      load(device, dtype) ── encode(values, shape) ──► features in place of the placeholders' embeddings
+                                    ── encode_parts(values, shape) ──► the same, computed between several steps
 
 The front end and each worker construct instances of their own.  The engine keeps the features under a hash of the
 values, frees them, and computes them again, so a plug-in stores nothing about an image.
@@ -10,7 +11,7 @@ values, frees them, and computes them again, so a plug-in stores nothing about a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-# added in 1.1: ImageEncoder.load_dummy; in 1.2: u8 values, prepare_pixels; in 1.3: EncoderContext.repeatable
-API = (1, 3)
+# added in 1.1: ImageEncoder.load_dummy; in 1.2: u8 values, prepare_pixels; in 1.3: EncoderContext.repeatable; in 1.4:
+# encode_parts
+API = (1, 4)
 
 
 @dataclass(frozen=True)
@@ -124,3 +126,12 @@ class ImageEncoder(ABC):
 
         ``values`` f32 or u8 [n] are those of ``prepare``, flat, on the device, and ``shape`` is its shape.  An
         exception ends the requests that read the image."""
+
+    def encode_parts(self, values: Tensor, shape: tuple[int, int, int]) -> Iterator[float | Tensor]:
+        """Yield the share of the work that is done, ascending in [0, 1), after each part of it, and at last the
+        features as ``encode`` returns them.
+
+        The engine computes the features of a large image in this way while other requests decode: between two values
+        it runs steps, and may encode other images.  It may end the iterator early.  A part should take a few
+        milliseconds at most.  By default the whole work is one part."""
+        yield self.encode(values, shape)

@@ -27,8 +27,8 @@ from .plan import LateInputs, StepPlan, StepResult
 # CacheWiring.pressure_budget, Delta.kept, StepResult.kept, Capacity.kept_heads; 2.13:
 # StepPlan.slack, Capacity.drafts_ahead, SpeculationWiring.drafts_ahead; 2.14: StepPlan.sums,
 # Capacity.sums, CacheWiring.rerotates; 2.15: Delta.image with the bytes of a value; 2.16:
-# Capacity.step_sizes
-API = (2, 16)
+# Capacity.step_sizes; 2.17: Delta.image with a number of steps
+API = (2, 17)
 NO_COMPRESSION = "minivllm/none"  # value of ``compressor`` with which the KV cache keeps all tokens
 
 

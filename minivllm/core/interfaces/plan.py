@@ -115,10 +115,11 @@ class Delta:
     # i32 [n, 2] (place, number of an adapter): copy loaded adapters to places on the device; place
     # -1 frees the adapter's host memory instead
     adapter: np.ndarray = field(default_factory=nothing(0, 2))
-    # i32 [n, 6] (number of an image, bytes of its values, bytes of a value, shape of 3 numbers): compute the features
-    # of the image from its values, the next bytes of ``pixels``.  A value of 4 bytes is f32, one of 1 byte u8.  Without
-    # bytes its features are freed.
-    image: np.ndarray = field(default_factory=nothing(0, 6))
+    # i32 [n, 7] (number of an image, bytes of its values, bytes of a value, shape of 3 numbers, steps): compute the
+    # features of the image from its values, the next bytes of ``pixels``.  A value of 4 bytes is f32, one of 1 byte u8.
+    # ``steps`` steps from this one on compute equal shares of the features; a step that reads them computes the rest.
+    # Without bytes the features are freed.
+    image: np.ndarray = field(default_factory=nothing(0, 7))
     pixels: np.ndarray = field(default_factory=nothing(dtype=np.uint8))
     # i32 [n, 5] (group, slot, stored, kept, computed): compress a row (see ``interfaces.compressor``).  The KV cache of
     # the group holds ``stored`` of its ``computed`` tokens.  ``kept`` of these move to the first entries of the row's

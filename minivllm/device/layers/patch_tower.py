@@ -10,6 +10,7 @@ positions of a grid are kept here, so that ``PatchTower`` can be captured in a C
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     # add_norm and its kernel: (x, residual, weight, bias, eps) -> (norm of the sum, sum)
     AddNorm = Callable[[Tensor, Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
@@ -90,11 +92,9 @@ class PatchTower:
 
         The patches of several images follow one another, and attend only to the same image.
         """
-        fixed = self.repeatable or not patches.is_cuda
-        if fixed or not self.frequent(grid):
-            return self._features(patches, grid)
-        with sdpa_kernel(FREQUENT, set_priority=True):
-            return self._features(patches, grid)
+        *_, found = self.parts(patches, grid)
+        assert isinstance(found, list)
+        return found
 
     def frequent(self, grid: Grid) -> bool:
         """Remember the grid of a call, and return whether an earlier call had it.
@@ -108,8 +108,11 @@ class PatchTower:
             self._seen.popitem(last=False)
         return frequent
 
-    def _features(self, patches: Tensor, grid: Grid) -> list[Tensor]:
-        """Return the features of a call, with the order of torch's back ends of attention that is set."""
+    def parts(self, patches: Tensor, grid: Grid) -> Iterator[float | list[Tensor]]:
+        """Yield the share of the layers that are computed, after each of them, and at last the features as ``__call__``
+        returns them."""
+        fixed = self.repeatable or not patches.is_cuda
+        preferred = not fixed and self.frequent(grid)
         tables = self.tables(grid)
         visual = self.visual
         x = F.linear(patches, *self.embed)
@@ -120,17 +123,19 @@ class PatchTower:
         added = None  # output of the previous layer, which is not in the residual stream x yet
         for number, block in enumerate(visual.blocks):
             normed, x = self._normed(block.norm1, x, added)
-            attended = self._attend(block.attn, normed, tables, frame)
+            with _preference(preferred):
+                attended = self._attend(block.attn, normed, tables, frame)
             normed, x = self._normed(block.norm2, x, attended)
             added = self._mlp(block.mlp, normed)
             if number in self.levels:
                 level = self.levels.index(number)
                 merger = visual.deepstack_merger_list[level]
                 found[number] = merger(x + added)
+            yield (number + 1) / (len(visual.blocks) + 1)
         if added is not None:
             x = x + added
         last = visual.merger(x)
-        return [last, *(found[level] for level in self.levels)]
+        yield [last, *(found[level] for level in self.levels)]
 
     def _normed(self, norm: Any, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the output ``added`` of a layer to the residual stream x, and return its norm and the new x."""
@@ -197,6 +202,13 @@ class PatchTower:
         both_cos = torch.cat([cos, cos], 1)
         both_sin = torch.cat([-sin, sin], 1)
         return Tables(learned.to(weight.dtype), both_cos.to(device), both_sin.to(device))
+
+
+def _preference(preferred: bool) -> AbstractContextManager[None]:
+    """Return a context in which attention has the back ends ``FREQUENT``, or else torch's own order."""
+    if not preferred:
+        return nullcontext()
+    return sdpa_kernel(FREQUENT, set_priority=True)
 
 
 def _resampled(weight: Tensor, rows: int, columns: int) -> Tensor:

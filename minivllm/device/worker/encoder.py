@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,14 +56,30 @@ class LoadedEncoder:
             return self.graphs(values, (shape[0], shape[1], shape[2]))
         return self._checked(call_foreign(self.plugin.encode, values, tuple(shape)), values)
 
+    def parts(self, values: Tensor, shape: Sequence[int]) -> Iterator[float | Tensor]:
+        """Yield the share of the work that is done after each part, and at last the features of an image.
+
+        PluginError for other values than ascending shares in [0, 1) and features as ``__call__`` returns them."""
+        running = call_foreign(self.plugin.encode_parts, values, (shape[0], shape[1], shape[2]))
+        done = 0.0
+        while True:
+            found = call_foreign(next, running, None)
+            if not isinstance(found, float):
+                yield self._checked(found, values)
+                return
+            if not done <= found < 1:
+                raise PluginError(f"encode_parts() gave {found}; expected a share of at least {done} and below 1")
+            done = found
+            yield done
+
     def _checked(self, found: Any, values: Tensor) -> Tensor:
         """Return the features ``found`` of an image encoder.  PluginError for another type, shape, dtype or device."""
         want = f"{self.dtype} [{self.levels}, tokens, {self.hidden}]"
         if not isinstance(found, Tensor):
-            raise PluginError(f"encode() gave a {type(found).__name__}; expected a tensor {want}")
+            raise PluginError(f"the encoder gave a {type(found).__name__}; expected a tensor {want}")
         sizes = found.ndim == 3 and found.shape[0] == self.levels and found.shape[2] == self.hidden
         if not sizes or found.dtype != self.dtype or found.device.type != values.device.type:
-            raise PluginError(f"encode() gave {found.dtype} {list(found.shape)} on {found.device}; expected {want}")
+            raise PluginError(f"the encoder gave {found.dtype} {list(found.shape)} on {found.device}; expected {want}")
         return found.detach()
 
     def describe(self, exc: BaseException) -> str:

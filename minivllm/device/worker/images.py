@@ -1,6 +1,7 @@
 """The images on one device: their features, and their places in the sequences.
 
     Delta.image (number, values) ──► encoder ──► features [levels, tokens, hidden], until the host frees them
+                (with several steps) ──► a share of the work in each step ──┘
     Join.image ──► images of a slot ──► in each step: features in place of embeddings, rows of the rotary tables
 
 A step whose rows reach images runs as separate launches, or in captures of its own kind (``image_steps``).  The
@@ -78,6 +79,29 @@ def _rows(plan: StepPlan) -> Iterator[tuple[int, int, int, int]]:
     return zip(plan.slots.tolist(), plan.computed.tolist(), plan.q_len.tolist(), starts.tolist(), strict=True)
 
 
+class Division:
+    """The features of an image that ``steps`` steps compute, equal shares each."""
+
+    def __init__(self, parts: Iterator[float | Tensor], steps: int) -> None:
+        """Store the result ``parts`` of ``LoadedEncoder.parts``."""
+        self.parts = parts
+        self.steps = steps
+        self.step = 0  # number of steps that have computed a share
+        self.done = 0.0  # share of the work that is done
+
+    def advance(self, whole: bool) -> Tensor | None:
+        """Compute the share of the next step, or the ``whole`` rest.  Return the features [levels, tokens, hidden] if
+        they are complete, else None."""
+        self.step += 1
+        goal = 1.0 if whole else self.step / self.steps
+        while self.done < goal:
+            found = next(self.parts)
+            if isinstance(found, Tensor):
+                return found
+            self.done = found
+        return None
+
+
 class ImageState:
     """The features of images on the device, and the places of images in the sequence of each slot."""
 
@@ -100,6 +124,7 @@ class ImageState:
         slots = len(state.known)
         self.features: dict[int, Tensor] = {}
         self.failed: dict[int, str] = {}  # id of an image -> reason why it has no features
+        self.divided: dict[int, Division] = {}  # id of an image -> its features, which are not complete
         self.spans: list[tuple[Span, ...]] = [()] * slots
         self.upto = np.zeros(slots, np.int64)  # slot -> index behind its last image token, 0 without images
         # slot -> difference between the position and the index of a token behind the slot's images
@@ -112,15 +137,17 @@ class ImageState:
 
     def apply(self, delta: Delta) -> None:
         """Apply the changes of a step: compute and free features of images, and set the images of slots that join or
-        fork."""
+        fork.  Images that several steps encode are advanced by a share."""
         at = 0
-        for number, size, each, *shape in delta.image.tolist():
-            self.features.pop(number, None)
-            self.failed.pop(number, None)
+        for number, size, each, *shape, steps in delta.image.tolist():
+            for known in (self.features, self.failed, self.divided):
+                known.pop(number, None)
             if size:
                 pixels = delta.pixels[at : at + size]
-                self._encode(number, values_in(pixels, each), shape)
+                self._encode(number, values_in(pixels, each), shape, steps)
                 at += size
+        for number in list(self.divided):
+            self._advance(number)
         changed = []
         if delta.join is not None:
             changed += self._join(delta.join)
@@ -135,13 +162,28 @@ class ImageState:
             where, offsets = self.state.to(pairs)
             self.state.rope_first[where] = offsets
 
-    def _encode(self, number: int, values: np.ndarray, shape: Sequence[int]) -> None:
-        """Compute the features of an image.  After a failure, requests whose steps reach the image end with an
-        error."""
+    def _encode(self, number: int, values: np.ndarray, shape: Sequence[int], steps: int) -> None:
+        """Compute the features of an image, or prepare their computation by several ``steps``.  After a failure,
+        requests whose steps reach the image end with an error."""
         try:
-            self.features[number] = self.encoder(self.state.to(values), shape)
+            if steps > 1:
+                self.divided[number] = Division(self.encoder.parts(self.state.to(values), shape), steps)
+            else:
+                self.features[number] = self.encoder(self.state.to(values), shape)
         except Exception as e:
             self.failed[number] = self.encoder.describe(e)
+
+    def _advance(self, number: int, whole: bool = False) -> None:
+        """Compute the next share of the features of an image, or the ``whole`` rest."""
+        try:
+            features = self.divided[number].advance(whole)
+        except Exception as e:
+            self.failed[number] = self.encoder.describe(e)
+            del self.divided[number]
+            return
+        if features is not None:
+            self.features[number] = features
+            del self.divided[number]
 
     def _join(self, join: Join) -> list[int]:
         """Set the images of slots that join, and return the slots that have or had images."""
@@ -227,7 +269,10 @@ class ImageState:
         return seen.astype(np.int64)
 
     def why_lost(self, span: Span) -> str:
-        """Return the reason why an image has no usable features; "" if it has them."""
+        """Return the reason why an image has no usable features; "" if it has them.  Features that are not complete yet
+        are computed now."""
+        if span.number in self.divided:
+            self._advance(span.number, whole=True)
         features = self.features.get(span.number)
         if features is None:
             return self.failed.get(span.number, MISSING)

@@ -7,7 +7,7 @@ behind the first layers of the text model (deepstack).
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -167,6 +167,13 @@ class Qwen3VL(QwenVL):
         first layers that also receive features.
         """
         return self.tower(self._patches(values, shape), shape)
+
+    def encode_parts(self, values: Tensor, shape: tuple[int, int, int]) -> Iterator[float | Tensor]:
+        """Yield the share of the tower's layers that are computed, after each of them, and at last the features."""
+        import torch
+
+        for found in self.tower.parts(self._patches(values, shape), shape):
+            yield found if isinstance(found, float) else torch.stack(found).to(self.dtype)
 
 
 def _check_sections(sections: tuple[Any, ...], text: Any, rope: Mapping[str, Any]) -> None:

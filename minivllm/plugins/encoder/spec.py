@@ -2,7 +2,7 @@
 
 from minivllm.registration.spec import ANY, Spec
 
-API = (1, 3)
+API = (1, 4)
 
 
 def _encoder(target: str, summary: str, *model_types: str, features: frozenset[str] = frozenset()) -> Spec:

@@ -4,20 +4,20 @@ from minivllm.registration.spec import ANY, Needs, Range, Spec
 
 LOCAL = Spec(
     impl="minivllm.plugins.executor.local:Local",
-    api=(2, 16),
+    api=(2, 17),
     summary="runs the steps in this process, on one device",
     priority=10,
     limits={"device": ANY, "tensor_parallel_size": {1}},
 )
 PROCESS = Spec(
     impl="minivllm.plugins.executor.process:Process",
-    api=(2, 16),
+    api=(2, 17),
     summary="runs the steps in a worker process of its own, while this one plans and serves",
     limits={"device": ANY, "tensor_parallel_size": {1}},
 )
 SIM = Spec(
     impl="minivllm.plugins.executor.sim:Sim",
-    api=(2, 16),
+    api=(2, 17),
     summary="computes no model: made-up tokens at a chosen pace, to measure and test what is round it",
     options="minivllm.plugins.executor.options:SimOptions",
     priority=-100,  # lowest: invented tokens are only served if the user names this executor
@@ -29,7 +29,7 @@ SIM = Spec(
 )
 MULTIPROCESS = Spec(
     impl="minivllm.plugins.executor.multiprocess:Multiprocess",
-    api=(2, 16),
+    api=(2, 17),
     summary="runs the steps in a worker process for each device, which share the model (tensor parallelism)",
     options="minivllm.plugins.executor.options:MultiprocessOptions",
     priority=-10,  # lower than for executors with one worker, which need no messages between ranks
@@ -37,7 +37,7 @@ MULTIPROCESS = Spec(
 )
 RAY = Spec(
     impl="minivllm.plugins.executor.ray_executor:Ray",
-    api=(2, 16),
+    api=(2, 17),
     summary="runs the steps in actors of a Ray cluster, which share the model; they may be on several machines",
     options="minivllm.plugins.executor.options:RayOptions",
     priority=-50,  # low: a cluster is only used if the user names this executor

@@ -19,6 +19,7 @@ FORM = "test_features_have_the_form_that_facts_and_prepare_promise"
 SAME = "test_features_are_those_of_the_image_and_stay_so"
 RANDOM = "test_arguments_and_the_random_state_do_not_change"
 SERVED = "test_the_engine_serves_it"
+PARTS = "test_parts_end_with_the_features_of_the_whole"
 FAULTS = {
     "FeaturesOfTheImageBefore": (SAME, SERVED),
     "HashesTheFileName": (PIXELS,),
@@ -38,14 +39,16 @@ FAULTS = {
     "NamesAnUnknownToken": (FACTS,),
     "CountsItsFacts": (FACTS,),
     "EncodesTheDarkerOfTwo": (SAME, SERVED),
+    "KeepsOneImageInParts": (PARTS,),
+    "CountsPartsDown": (PARTS,),
 }
 RIGHT = ("Colours", "Grid")
 SIDE = 4  # patches along each side
 
 
-def spec(name):
+def spec(name, contract=(1, 0)):
     limits = {"device": ANY, "dtype": ANY, "model_type": ANY}
-    return Spec(f"{__name__}:{name}", (1, 0), "for a test of the kit", limits=limits)
+    return Spec(f"{__name__}:{name}", contract, "for a test of the kit", limits=limits)
 
 
 def patches_of(image):
@@ -249,3 +252,22 @@ class EncodesTheDarkerOfTwo(Colours):
     def encode(self, values, shape):
         self.seen = sorted([*self.seen[-1:], values.clone()], key=lambda one: float(one.sum()))
         return super().encode(self.seen[0], shape)
+
+
+class KeepsOneImageInParts(Colours):
+    """The second part reads the values of the image that was begun last."""
+
+    spec = spec("KeepsOneImageInParts", (1, 4))
+
+    def encode_parts(self, values, shape):
+        self.begun = values
+        yield 0.5
+        yield self.encode(self.begun, shape)
+
+
+class CountsPartsDown(Colours):
+    spec = spec("CountsPartsDown", (1, 4))
+
+    def encode_parts(self, values, shape):
+        yield from (0.6, 0.3)
+        yield self.encode(values, shape)

@@ -4,7 +4,7 @@ from minivllm.plugin import ANY, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 3),
+    api=(1, 4),
     summary="sixteen patches of colours and a linear projection",
     limits={"device": ANY, "dtype": ANY, "model_type": ANY},
 )

@@ -4,7 +4,7 @@ from minivllm.plugin import ANY, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(2, 16),
+    api=(2, 17),
     summary="runs the steps on a thread, so that the next step is planned during a step",
     limits={"device": ANY, "tensor_parallel_size": {1}},
 )
