@@ -37,6 +37,7 @@ class DistinctLayers:
     def __init__(self, runner: Runner) -> None:
         self.model = runner.model
         self.blocks: list[Any] | None = None  # the layers that run; None means all
+        self._recorded = set[Any]()  # kinds of captures before which all layers ran
         read = (runner.compactor, runner.states_read, runner.images, runner.state.recurrent)
         if type(self.model) is not Decoder or not runner.alone or any(reader is not None for reader in read):
             return
@@ -45,8 +46,6 @@ class DistinctLayers:
         chosen = distinct(forms)
         if len(chosen) < len(blocks):
             self.blocks = [blocks[i] for i in chosen]
-
-        self._recorded = set[Any]()  # kinds of captures before which all layers ran
 
     def before(self, key: GraphKey, run: Callable[[], Any]) -> Callable[[], Any]:
         """Return the function to call before ``run``, the layers of a step of shape ``key``, is recorded.
