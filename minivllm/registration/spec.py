@@ -77,7 +77,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "adapter",
                 _SEAMS + "adapter:AdapterMethod",
-                api=(1, 1),
+                api=(1, 2),
                 facts=("device",),
                 traits={
                     "peft_type": "the `peft_type` of the folders that the method reads",

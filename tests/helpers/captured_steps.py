@@ -33,7 +33,7 @@ from minivllm.device.worker.graphs import AdaptedKey, TappedKey
 from minivllm.device.worker.query_store import QueryStore, StepQueries
 from minivllm.device.worker.state import DeviceState
 from minivllm.device.worker.taps import TapState
-from minivllm.plugins.adapter import ia3_memory, lora_memory
+from minivllm.plugins.adapter import ia3_memory, lora_memory, triton_extended
 from minivllm.plugins.drafter.mtp import MTP
 from minivllm.plugins.processor.spec import LOGIT_BIAS
 from minivllm.plugins.sampler.default import DRAWN, GREEDY
@@ -283,9 +283,13 @@ def test_adapters_have_captures_of_their_own_with_the_kernels(tmp_path, monkeypa
     lora, options = [one, None, two, one, None, two], {"enable_lora": True, **options}
     want, none = play(folder, params, False, lora=lora, **options)
     monkeypatch.setattr(lora_memory, "runs_kernels", lambda device: True)
+    expanded = []
+    expand = triton_extended.expand_behind
+    monkeypatch.setattr(triton_extended, "expand_behind", lambda *args: expanded.append(1) or expand(*args))
     with cpu_captures() as recorded:
         got, made = play(folder, params, True, lora=lora, **options)
     assert none is None and made.notes == [] and len(recorded) == len(made.forwards) + len(made.samples)
+    assert expanded, "no product of A is computed with that of the weight"
     kinds = {(type(key), key.kind) for key in made.forwards}
     assert {(AdaptedKey, "decode"), (GraphKey, "decode"), (AdaptedKey, "mixed"), (GraphKey, "mixed")} <= kinds
     for a, b in zip(want, got, strict=True):

@@ -15,7 +15,7 @@ from minivllm.device.layers.adapters import ActiveMethods, LayerAdapters
 from minivllm.device.layers.fused import GatedLinear, LinearNorm, NormedLinear
 from minivllm.device.layers.linear import Dense, Linear
 from minivllm.device.layers.norm import RMSNorm
-from minivllm.plugins.adapter import lora_memory, triton_lora, triton_merged
+from minivllm.plugins.adapter import lora_memory, triton_extended, triton_lora, triton_merged
 from minivllm.plugins.adapter.triton_lora import LoraProduct
 
 
@@ -25,6 +25,13 @@ def test_each_token_gets_the_product_of_its_adapter(dtype, bound, shape):
     for tokens in (1, 19, 260):
         lora_kernels.check("cpu", dtype, shape, tokens, bound)
     lora_kernels.check("cpu", dtype, shape, 19, bound, invariant=True)
+
+
+@pytest.mark.parametrize("shape", lora_kernels.SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.float16, 2e-2)], ids=str)
+def test_each_token_gets_the_product_of_its_adapter_from_rows_behind_the_weight(dtype, bound, shape):
+    for tokens in (1, 19, 260):
+        lora_kernels.check_behind("cpu", dtype, shape, tokens, bound)
 
 
 @pytest.fixture
@@ -40,18 +47,23 @@ def test_a_gate_with_the_products_of_adapters_has_the_bits_of_separate_kernels(s
 
 
 class Layers:
-    """Two MLPs and a projection, with random adapters of every layer in three places."""
+    """Two MLPs and a projection, with random adapters of every layer in three places.
 
-    def __init__(self, monkeypatch):
+    With ``behind`` their weights have the first matrices of the adapters behind them."""
+
+    def __init__(self, monkeypatch, behind=False):
         monkeypatch.setattr(lora_memory, "runs_kernels", lambda device: True)
         torch.manual_seed(3)
         shapes = {"up": (64, (("gate", 96), ("up", 96))), "down": (96, (("", 64),)), "out": (64, (("", 64),))}
         shapes["qkv"] = 64, (("q", 64), ("k", 64), ("v", 64))
         infos = {name: ModuleInfo(name, "linear", n, parts, "float32", "cpu") for name, (n, parts) in shapes.items()}
-        self.linears = {name: Linear(info, Dense(info, fuse=True)) for name, info in infos.items()}
+        self.linears = {}
+        for name, info in infos.items():
+            rows = 3 * 16 * len(info.parts) if behind else 0
+            self.linears[name] = Linear(info, Dense(info, fuse=True, behind=rows))
         for linear in self.linears.values():
             linear.scheme.weight.normal_(0, 0.1)
-        given = {name: AdaptedLayer(info, None) for name, info in infos.items()}
+        given = {name: AdaptedLayer(info, None, self.linears[name].scheme.extended) for name, info in infos.items()}
         model = AdaptedModel(given, {}, torch.float32, torch.device("cpu"), False, torch.zeros, torch.empty)
         self.memory, self.active = lora_memory.LoraMemory(model, 3, 16), ActiveMethods()
         self.memory.arena.normal_(0, 0.3)
@@ -62,6 +74,7 @@ class Layers:
             for row, rank in enumerate(self.memory.ranks[:, place.number].tolist()):
                 a[row, :, rank:], b[row, :, rank:] = 0, 0
         for name, linear in self.linears.items():
+            linear.refresh(())  # copies A behind the weight
             linear.adapter = LayerAdapters(name, self.active, [self.memory])
         self.norms = [RMSNorm("norm", 64, Norm(1e-6), torch.float32, "cpu", fuse=True) for _ in range(2)]
         for norm in self.norms:
@@ -109,4 +122,16 @@ def test_the_kernel_of_a_gate_gives_the_results_of_separate_layers(monkeypatch, 
     assert (len(merged), len(shrinks)) == ((1, 3) if tokens == 50 else (0, 4))
     monkeypatch.setattr(lora_memory.LinearAdapter, "gated", lambda *args: None)
     for mine, other in zip(found, layers.run(tokens, False), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 50])
+def test_rows_behind_the_weights_give_the_results_of_separate_layers(monkeypatch, short, tokens):
+    expanded = counted(monkeypatch, triton_extended, "expand_behind")
+    gates = counted(monkeypatch, triton_extended, "gate_behind")
+    shrinks = counted(monkeypatch, LoraProduct, "shrink")
+    found = Layers(monkeypatch, behind=True).run(tokens, True)
+    # steps of many tokens have launches of their own for the products of A
+    assert (len(expanded), len(gates), len(shrinks)) == ((0, 0, 3) if tokens == 50 else (3, 1, 0))
+    for mine, other in zip(found, Layers(monkeypatch).run(tokens, False), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)

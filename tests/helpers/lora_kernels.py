@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from minivllm.device.kernels.activation import gate_mul
+from minivllm.plugins.adapter.triton_extended import expand_behind, gate_behind
 from minivllm.plugins.adapter.triton_lora import LoraProduct, group
 from minivllm.plugins.adapter.triton_merged import gated
 
@@ -54,6 +55,24 @@ def check(device, dtype, shape, tokens, tolerance, invariant=False):
             of_one = group(places[t : t + 1], of_layers, invariant)
             alone = product(x[t : t + 1], y[t : t + 1].clone(), of_one)
             assert torch.equal(alone, got[t : t + 1]), "the bits of a row depend on the other rows"
+
+
+def check_behind(device, dtype, shape, tokens, tolerance):
+    """Compare the kernels for products of A behind those of the weight with float64, and the gate with separate
+    kernels."""
+    x, y, a, b, ranks, places = case(device, dtype, shape, tokens)
+    inner = x @ a.flatten(0, 2).t()  # NaN beyond the rank of an adapter, which must not be read
+    whole = torch.cat([y, inner], dim=1)
+    of_layers = torch.stack([ranks * 0 + 5, ranks], dim=1)  # the layer is the second one
+    groups = group(places, of_layers, False)
+    product = LoraProduct(a, b, 1, shape[1])
+    got = expand_behind(product, whole, groups)
+    error = (got.double() - expected(x, y, a, b, ranks, places, shape[1])).abs().max().item()
+    assert error < tolerance, (dtype, shape, tokens, error)
+    assert torch.equal(got[places < 0], y[places < 0]), "a row without an adapter changes"
+    if product.gates:
+        gate = gate_behind(product, whole, "silu", groups)
+        assert torch.equal(gate, gate_mul(got)), "the bits of the gate differ from those of separate kernels"
 
 
 def check_gate(device, dtype, tokens, tolerance):

@@ -39,6 +39,20 @@ class AdapterContext:
     max_rank: int  # the option max_lora_rank
 
 
+class ExtendedWeight(Protocol):
+    """The memory behind the unquantized weight of a linear layer, whose product is computed with that of the weight."""
+
+    rows: Tensor  # [n, in] of any values, which the adapter method writes
+    # called after the rows have lost their values, because the memory of the weights was freed meanwhile
+    renew: Callable[[], object] | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the products of x [T, in] and the weight, and behind them those of x and ``rows``: [T, out + n]."""
+
+    def extends(self, product: Callable[[Tensor], Tensor]) -> bool:
+        """Return whether ``product`` is the product of the weight alone, which the call computes too."""
+
+
 class AdaptedLayer(NamedTuple):
     """A linear layer whose output a method (a kind of adapters) may change.  Sizes are those of the part of the layer
     in this tensor-parallel process."""
@@ -47,6 +61,8 @@ class AdaptedLayer(NamedTuple):
     # The layer's bias [out]. It is added to the changed product, after the sum over processes if
     # the inputs are split.
     bias: Tensor | None
+    # the rows that ``AdapterMethod.rows_behind`` wants behind the weight; None if the weight has none
+    extended: ExtendedWeight | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +259,14 @@ class AdapterMethod(ABC):
 
         RequestError for a field with an effect that is not implemented.  The host calls this for each request, and has
         no torch."""
+
+    def rows_behind(self, info: ModuleInfo) -> int:
+        """Return the number of rows of memory that the method wants behind the weight of a linear layer, as
+        ``ExtendedWeight``.
+
+        They exist only if the weight is not quantized, ``batch_invariant`` is off, and no other method of the engine
+        wants rows."""
+        return 0
 
     @abstractmethod
     def memory(self, model: AdaptedModel) -> AdapterMemory:

@@ -11,6 +11,7 @@ from torch import Tensor
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
 from minivllm.errors import ModelError, PluginError
 
+from .extended_weight import ExtendedProduct
 from .invariant import FixedRows
 from .matmul import Packed, matmul
 from .module import Module, Wanted, check_shape, fill
@@ -52,17 +53,30 @@ def joined_by(scheme: WeightScheme, bias: Tensor | None, mode: int, activation: 
 
 
 class Dense(WeightScheme):
-    """The unquantized weight [out, in] in the activations' dtype."""
+    """The unquantized weight [out, in] in the activations' dtype.
 
-    def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None, invariant: bool = False):
+    ``behind`` is the number of further rows in the memory behind a new weight (``extended``)."""
+
+    def __init__(
+        self,
+        info: ModuleInfo,
+        fuse: bool = False,
+        weight: Tensor | None = None,
+        invariant: bool = False,
+        behind: int = 0,
+    ) -> None:
         self.info = info
+        self.extended: ExtendedProduct | None = None
         self.fuse = fuse
         self.invariant = invariant
         self.row: Any = None  # the kernel that multiplies one row, or None
         self.fixed: Any = None  # with ``invariant``, a product whose bits for a row do not depend on the number of rows
         self.native: StoredProduct | None = None  # product of the native CPU library; None if torch's is faster
         shape = (info.out_features, info.in_features)
-        if weight is None:
+        if weight is None and behind:
+            self.extended = ExtendedProduct(info, behind)
+            weight = self.extended.weight
+        elif weight is None:
             weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
         self.weight = weight
         self.tensors = {"weight": self.weight}
@@ -94,6 +108,8 @@ class Dense(WeightScheme):
             from minivllm.device.kernels.products import Product
 
             self.row = Product(self.weight, None)
+            if self.extended is not None:
+                self.extended.finish()
 
     def find_native(self) -> StoredProduct | None:
         """Return the product of the native CPU library, or None if torch's is faster.
@@ -110,7 +126,9 @@ class Dense(WeightScheme):
         self.packed = None
 
     def refresh(self) -> None:
-        """Make the packed copies of the weight again after it has changed in place."""
+        """Make the packed copies of the weight and the rows behind it again after it has changed in place."""
+        if self.extended is not None:
+            self.extended.refresh()
         if self.native is not None:
             return
         if self.invariant and self.weight.device.type == "cpu":

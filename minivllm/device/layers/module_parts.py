@@ -48,6 +48,11 @@ class Found(NamedTuple):
     names: Mapping[str, Mapping[str, str]] = {}
 
 
+def no_rows(info: ModuleInfo) -> int:
+    """Return 0: no method of adapters wants rows behind the weight of a linear layer."""
+    return 0
+
+
 class ModuleParts:
     """A factory of modules that also stores them: ``modules`` by name for the loader, ``layers`` for the KV cache.
 
@@ -100,6 +105,8 @@ class ModuleParts:
         for number, members in enumerate(groups or ()):
             self._group_of |= dict.fromkeys(members, number)
         self._geometries: list[tuple] = []
+        # number of rows of memory behind the weight of a linear layer (``AdapterMethod.rows_behind``)
+        self.rows_behind: Callable[[ModuleInfo], int] = no_rows
         self.free_rows = 0  # rows of the rotary tables behind those of positions, for positions inside of images
         self._tables: dict[tuple[Rope, bool], CosSin] = {}
         self._factors: dict[tuple[Rope, bool], Tensor | None] = {}
@@ -162,7 +169,10 @@ class ModuleParts:
     def _linear(self, name: str, inp: int, parts: PartSizes, **fields: Any) -> Linear:
         """Make a linear layer from this process's sizes.  ``fields`` are further fields of ``ModuleInfo``."""
         info = self._info(name, "linear", inp, parts, **fields)
-        scheme = self._scheme_or_dense(info)
+        scheme = self._scheme(info)
+        if scheme is None:
+            behind = self.rows_behind(info)
+            scheme = Dense(info, self.pairs, invariant=self.invariant, behind=behind)
         return self.add(Linear(info, scheme, self.group))
 
     def qkv(self, name: str, inp: int, spec: AttnSpec, bias: bool, gated: bool = False) -> Linear:

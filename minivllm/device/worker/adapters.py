@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Wiring
     from minivllm.core.interfaces.model import Model, StepTaps
     from minivllm.core.interfaces.plan import Delta, StepPlan
+    from minivllm.core.interfaces.quantizer import ModuleInfo
     from minivllm.device.layers.parts import ModelParts
 
 
@@ -69,6 +70,18 @@ def make_methods(wiring: Wiring) -> dict[str, AdapterMethod]:
         peft_type = str(part.traits[TYPE])
         methods[peft_type] = build_part("adapter", part, ctx)
     return methods
+
+
+def rows_behind(wiring: Wiring) -> Callable[[ModuleInfo], int]:
+    """Return the function that gives the number of rows of memory behind the weight of a linear layer."""
+    methods = () if wiring.batch_invariant else tuple(make_methods(wiring).values())
+    return partial(_rows_behind, methods)
+
+
+def _rows_behind(methods: Sequence[AdapterMethod], info: ModuleInfo) -> int:
+    """Return the number of rows that one of the methods wants behind a weight, 0 if none or several want rows."""
+    wanted = [rows for method in methods if (rows := method.rows_behind(info))]
+    return wanted[0] if len(wanted) == 1 else 0
 
 
 def adapter_checks(wiring: Wiring) -> AdapterChecks:
@@ -133,12 +146,15 @@ class Adapters:
         layers: Mapping[str, Linear],
     ) -> list[AdapterMemory]:
         """Allocate the memory of each method for the linear ``layers`` of a model."""
-        adapted_layers = {name: AdaptedLayer(module.info, module.bias) for name, module in layers.items()}
         points = {name: width for name, width in tap_points(model).items() if not read_only(name)}
-        adapted = AdaptedModel(
-            adapted_layers, points, parts.dtype, device, wiring.batch_invariant, self._zeros, self._empty
-        )
-        return [method.memory(adapted) for method in methods.values()]
+        memories = []
+        for method in methods.values():
+            adapted_layers = {name: _adapted(module, method) for name, module in layers.items()}
+            adapted = AdaptedModel(
+                adapted_layers, points, parts.dtype, device, wiring.batch_invariant, self._zeros, self._empty
+            )
+            memories.append(method.memory(adapted))
+        return memories
 
     def _low_rank_method(self, layers: Mapping[str, Linear]) -> int | None:
         """Return the number of a method whose effect on all ``layers`` is a low-rank product, None if there is none."""
@@ -354,6 +370,14 @@ class Adapters:
         with self._wake:
             self._closed = True
             self._wake.notify_all()
+
+
+def _adapted(module: Linear, method: AdapterMethod) -> AdaptedLayer:
+    """Return a linear layer as a method sees it."""
+    extended = None
+    if method.rows_behind(module.info):
+        extended = getattr(module.scheme, "extended", None)
+    return AdaptedLayer(module.info, module.bias, extended)
 
 
 def _thread(run: Callable[[], None]) -> threading.Thread:

@@ -32,7 +32,7 @@ from minivllm.errors import ConfigError, MinivllmError, ModelError, ResourceErro
 from minivllm.registry import build_part, head_of
 
 from . import step
-from .adapters import Adapters
+from .adapters import Adapters, rows_behind
 from .capture import ALONE, release_unused, synchronize
 from .encoder import LoadedEncoder
 from .images import lacks_points
@@ -342,6 +342,8 @@ def _load(
         unfused=wiring.steps.unfused,
     )
     parts.arch = arch
+    if chosen is wiring.parts:
+        parts.rows_behind = rows_behind(wiring)
     if wiring.images.facts.sections:
         parts.free_rows = wiring.max_num_batched_tokens + wiring.images.facts.span
     quantized = chosen["quantizer"].name != "minivllm/none"

@@ -36,7 +36,13 @@ HINTS = {
     "target_parameters": "experts are not adapted: train it on linear layers",
     "layer_replication": MERGE,
 }
+LEAST_RANK = 16  # the least rank in memory, since tensor cores multiply 16 columns at a time
 HINT = f"train a plain LoRA, or {MERGE}"
+
+
+def padded_rank(rank: int) -> int:
+    """Return the rank of the matrices in memory for adapters of at most this rank."""
+    return -(-rank // LEAST_RANK) * LEAST_RANK
 
 
 @dataclass(frozen=True)

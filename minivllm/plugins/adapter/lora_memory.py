@@ -3,6 +3,8 @@
     arena [places, size]     a row for each adapter on the device: A of all linear layers, then B of all
       A  [parts, rank, in]     of the parts of a merged layer, such as q, k and v, each with an A of its own
       B  [out, rank]           times the scale of the adapter
+    rows [places * parts * rank, in]   a copy of A behind an unquantized weight, for steps of few tokens: the product of
+                             the weight computes x A^T of all adapters too
     tokens i32 [T]           place of the adapter of each token of the step, -1 for none
 
 A layer reads only the first ``ranks[place]`` rows of A and columns of B.
@@ -18,9 +20,11 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.adapter import (
+    AdaptedLayer,
     AdaptedModel,
     AdapterMemory,
     AdapterSource,
+    ExtendedWeight,
     LayerChange,
     LowRank,
     TensorCopy,
@@ -30,17 +34,16 @@ from minivllm.device.layers.invariant import FixedRows
 from minivllm.device.layers.module import all_finite
 from minivllm.device.loading.pieces import PIECE, in_threads
 
-from .lora_config import LoraSettings, read_settings
+from .lora_config import LoraSettings, padded_rank, read_settings
 from .lora_files import Place, ReadPlan, Scaled, make_plan, places_of
 from .staging import Staging
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.quantizer import ModuleInfo
+    pass
 
 ASIDE = 64  # tokens of a captured step up to which x A^T is computed on a second stream
 RESERVED = 2 << 30  # largest number of bytes of host memory that are allocated before the first load
 PLANS = 8  # number of ``ReadPlan`` that are kept for later adapters
-LEAST_RANK = 16  # the least rank in memory, since tensor cores multiply 16 columns at a time
 
 
 class HostAdapter(NamedTuple):
@@ -61,11 +64,18 @@ class Ahead(NamedTuple):
 class LinearAdapter:
     """Adds the products of the adapters on the device to the output of one linear layer."""
 
-    def __init__(self, memory: LoraMemory, info: ModuleInfo, place: Place) -> None:
+    def __init__(self, memory: LoraMemory, layer: AdaptedLayer, place: Place) -> None:
+        info = layer.info
         self.memory = memory
+        self.extended = layer.extended if memory.kernels else None
         self.place = place
         self.rows = [info.rows[name] for name, _ in info.parts]
         self.a, self.b = place.views(memory.arena)
+        # copies of A of each adapter behind the weight [places, parts * rank, in]
+        self.behind: Tensor | None = None
+        if self.extended is not None:
+            self.behind = self.extended.rows.unflatten(0, (len(self.a), -1))
+            self.extended.renew = partial(self.behind.copy_, self.a.flatten(1, 2))
         # place (slot) of an adapter on the device -> its products whose bits do not depend on the number of tokens
         self.fixed: dict[int, tuple[FixedRows, list[FixedRows]]] = {}
         self.kernel: Any = None
@@ -79,8 +89,21 @@ class LinearAdapter:
         """Return product(x) [T, out] plus the products of the adapters for x [T, in]."""
         if self.kernel is None:
             return self._add(x, product(x))
+        extended = self._extending(product)
+        if extended is not None:
+            from .triton_extended import expand_behind
+
+            return expand_behind(self.kernel, extended(x), self.memory.groups)
         inner, y = self._products(product, x)
         return self.kernel.expand(inner, y, self.memory.groups)
+
+    def _extending(self, product: Callable[[Tensor], Tensor]) -> ExtendedWeight | None:
+        """Return the extended weight whose call computes ``product`` and the products of A, None if there is none or
+        the step has many tokens."""
+        extended = self.extended
+        if extended is not None and self.memory.groups.few and extended.extends(product):
+            return extended
+        return None
 
     def _products(self, product: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Any, Tensor]:
         """Return the products of A for x [T, in] as ``LoraProduct.shrink``, and product(x) [T, out]."""
@@ -110,7 +133,14 @@ class LinearAdapter:
         ``following`` is the change of the layer that reads the result; the kernel may compute its products of A too."""
         kernel = self.kernel
         groups = self.memory.groups
-        if kernel is None or groups.few or not kernel.gates:
+        if kernel is None or not kernel.gates:
+            return None
+        extended = self._extending(product)
+        if extended is not None:
+            from .triton_extended import gate_behind
+
+            return gate_behind(kernel, extended(x), activation, groups)
+        if groups.few:
             return None
         from .triton_merged import gated
 
@@ -176,7 +206,7 @@ class LoraMemory(AdapterMemory):
         self.invariant = model.batch_invariant
         device = model.device
         self.kernels = runs_kernels(device)
-        rank = -(-max_rank // LEAST_RANK) * LEAST_RANK
+        rank = padded_rank(max_rank)
         infos = {name: layer.info for name, layer in model.layers.items()}
         self.places, end = places_of(infos, rank)
         layers = len(self.places)
@@ -195,7 +225,7 @@ class LoraMemory(AdapterMemory):
         # adapter, i64 indices of its tokens or None for all tokens)
         self.groups: Any = []
         self.ahead: Ahead | None = None
-        self.changes = {name: LinearAdapter(self, infos[name], place) for name, place in self.places.items()}
+        self.changes = {name: LinearAdapter(self, model.layers[name], place) for name, place in self.places.items()}
 
     def layer(self, name: str) -> LayerChange:
         return self.changes[name]
@@ -271,6 +301,14 @@ class LoraMemory(AdapterMemory):
             row.copy_(weights, non_blocking=True)
         self.ranks[place, : len(ranks)].copy_(ranks, non_blocking=True)
         self.host_ranks[place] = ranks.tolist()
+        rows = []
+        values = []
+        for change in self.changes.values():
+            if change.behind is not None:
+                rows.append(change.behind[place])
+                values.append(change.a[place].flatten(0, 1))
+        if rows:
+            torch._foreach_copy_(rows, values)
         for change in self.changes.values():
             change.fixed.pop(place, None)
 

@@ -1,0 +1,53 @@
+"""Memory behind the weight of a linear layer, for rows whose products are computed by the same launch.
+
+    whole [out + n, in] = weight [out, in] | rows [n, in]
+    whole(x) [T, out + n] = the product of the weight | the products of the rows
+
+Adapters (LoRA) write their first matrices to the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.core.interfaces.quantizer import ModuleInfo
+
+
+class ExtendedProduct:
+    """The products of a weight and of the rows behind it (``adapter.ExtendedWeight``)."""
+
+    def __init__(self, info: ModuleInfo, rows: int) -> None:
+        """Allocate memory for the weight of ``info`` and for ``rows`` further rows, which are 0."""
+        shape = info.out_features + rows, info.in_features
+        self.whole = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
+        self.weight = self.whole[: info.out_features]
+        self.rows = self.whole[info.out_features :]
+        self.rows.zero_()
+        self.renew: Callable[[], object] | None = None
+        self.row: Any = None  # the kernel that multiplies one token, or None
+
+    def finish(self) -> None:
+        """Make the kernel for one token."""
+        from minivllm.device.kernels.products import Product
+
+        self.row = Product(self.whole, None)
+
+    def refresh(self) -> None:
+        """Call ``renew``, with which the owner of the rows writes them again."""
+        if self.renew is not None:
+            self.renew()
+
+    def extends(self, product: Callable[[Tensor], Tensor]) -> bool:
+        scheme = getattr(product, "__self__", None)
+        return getattr(scheme, "extended", None) is self
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.row is not None and len(x) == 1 and self.row.fits(x):
+            y: Tensor = self.row(x)[0]
+            return y
+        return F.linear(x, self.whole)
