@@ -260,9 +260,9 @@ class EngineConfig(Strict):
         "prompts; auto: as many as the attention back end allows",
     )
     graph_captures: Literal["gradual", "start"] = Field(
-        "start",
-        description="when the sizes of steps are captured on a GPU; start: all before the engine is ready; gradual "
-        "(experimental): those of first requests before it is ready, the others while it serves",
+        "gradual",
+        description="when the sizes of steps are captured on a GPU; gradual: those of first requests before the engine "
+        "is ready, the others while it serves; start: all before it is ready",
     )
     compile_ahead: bool | None = Field(
         None,

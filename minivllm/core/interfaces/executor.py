@@ -84,7 +84,7 @@ class StepWiring:
     tpot_target_ms: float | str = "off"
     # "start": all sizes are captured before the engine is ready; "gradual": other sizes are captured after requests
     # first need them
-    graph_captures: str = "start"
+    graph_captures: str = "gradual"
     # Whether kernels that the start needs are compiled in several threads before they run; None means where possible,
     # and True adds a note where it is not.
     compile_ahead: bool | None = None

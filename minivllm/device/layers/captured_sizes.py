@@ -29,7 +29,7 @@ MANY_ROWS_TOKENS = (4096, 8192)
 LONG_CONTEXT_ROWS = (8, 64, 256)
 
 # numbers of rows of decode steps, and of tokens of mixed steps, that are captured before the engine is ready
-READY_ROWS = (1, 8)
+READY_ROWS = (1, 8, 64, 256)
 READY_TOKENS = 512
 
 

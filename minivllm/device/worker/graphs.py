@@ -75,12 +75,12 @@ log = logging.getLogger(__name__)
 SHORT = 8192
 CAPTURES = 160  # largest number of captures of FORWARD (the layers), and of SAMPLE (the draw)
 # A mixed step of a new shape is captured when the steps of this shape have lost as much time as a capture takes.  A
-# capture takes the host about as long as SIGHTS steps of separate launches: a run, a recording, and the graph's
-# instantiation.  A burst of requests has many shapes, so capturing each at once would be slow.
-SIGHTS = 4
+# capture takes the host at most as long as SIGHTS steps of separate launches: a run of few layers, a recording, and the
+# graph's instantiation.  A burst of requests has many shapes, so capturing each at once would be slow.
+SIGHTS = 2
 # A decode step runs in a larger capture this many times before its size is captured during a step.  Each time costs at
-# most a few milliseconds, a capture 20 to 80, so gaps between tokens are rare.
-DECODE_SIGHTS = 16
+# most a few milliseconds, a capture about 25, so gaps between tokens are rare.
+DECODE_SIGHTS = 8
 MOST_KINDS = 4096  # largest number of shapes in ``Graphs.paid``; taps of several points have many combinations
 TAPPED_CAPTURES = 48  # largest number of captured shapes with tap points that rows read or change
 OBSERVED_ROWS = 64  # captures of decode steps of at most this many rows keep their queries for a KV compressor
@@ -457,29 +457,31 @@ class Graphs:
         self.runner.worker.rehearsals.compile(*runs)
 
     def capture_shape(self, shape: GraphKey | Drawn) -> None:
-        """Make a capture ahead of the steps that need it.  Only an error in a decode step at the start is raised."""
+        """Make a capture ahead of the steps that need it, and measure it if ``unmeasured``.  Only an error in a decode
+        step at the start is raised."""
         if isinstance(shape, Drawn):
             self._sample_of(*shape)
-        elif shape.shared or (shape.kind == "decode" and shape.span > SHORT):
-            self._try_forward(shape)
-        elif shape.kind == "decode" and shape.rows not in self.sizes:
             return
-        elif shape.kind == "decode" and not self.later.begun:
+        plain = shape.kind == "decode" and not shape.shared and shape.span <= SHORT
+        if plain and shape.rows not in self.sizes:
+            return
+        if plain and not self.later.begun:
             self._capture_forward(shape)
-            self._time_decode(shape)
-        else:
+        elif shape not in self.forwards:
             self._try_forward(shape)
+        if self.unmeasured(shape):
+            self._time_decode(shape)
+
+    def unmeasured(self, key: GraphKey) -> bool:
+        """Return whether a capture can be measured and was not, as one that was made during a step."""
+        if self.known is not None or key not in self.forwards or key.rows < self.measured_from:
+            return False
+        return key == GraphKey("decode", key.rows, key.rows, SHORT) and key.rows not in self.times
 
     def _time_decode(self, key: GraphKey) -> None:
         """Measure the replay of a decode step, and remove the sizes whose replays take longer than that of a larger
-        size.
-
-        The slots of all rows must be the spare slot."""
-        whole = key == GraphKey("decode", key.rows, key.rows, SHORT)
-        if self.known is not None:
-            return
-        if not whole or key.rows < self.measured_from:
-            return
+        size."""
+        self._spare_buffers(key.rows)
         graph = self.forwards[key].graph
         self.times[key.rows] = replay_ms(graph)
         useful = useful_sizes(self.times)
@@ -515,9 +517,7 @@ class Graphs:
             now.append(AdaptedKey("mixed", rows, tokens, SHORT))
         if self.imaged is not None:
             imaged = first_imaged(sizes, self.imaged.most_tokens)
-            first, others = self.later.divide_mixed([self._short_mixed(r, t, ImagedKey) for r, t in imaged])
-            now += first
-            later += others
+            now += [self._short_mixed(r, t, ImagedKey) for r, t in imaged]
         self._compile(now)
         for key in progress.counted(f"{progress.CAPTURES} of mixed steps", now):
             if key not in self.forwards:
@@ -608,9 +608,7 @@ class Graphs:
         return self.buffers[size]
 
     def _try_forward(self, key: GraphKey) -> bool:
-        """Capture the layers of a step of shape ``key``.
-
-        Return False and write a note if that fails; return False if the capture was slower than a larger one."""
+        """Capture the layers of a step of shape ``key``.  Return False and write a note if that fails."""
         try:
             self._capture_forward(key)
         except BaseException as e:
@@ -619,8 +617,7 @@ class Graphs:
             how = "it runs as separate launches, or in a larger capture"
             self._note(f"a step is not captured, {how}: {describe_error(as_exception(e))}")
             return False
-        self._time_decode(key)
-        return key in self.forwards
+        return True
 
     def _capture_forward(self, key: GraphKey) -> None:
         b = self._spare_buffers(key.rows)

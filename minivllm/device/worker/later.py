@@ -1,6 +1,6 @@
 """Captures that are made while the engine serves, so that it is ready before all sizes are captured.
 
-    start      decode steps of 1, 8 and the most rows, and a few mixed steps ──► ready
+    start      decode steps of 1, 8, 64, 256 and the most rows, and a few mixed steps ──► ready
     a step     runs in a larger capture; after some steps its own size is captured   (``Graphs._is_due``)
     idle turn  the next capture of the queue, smallest first                          (the verb "captures")
 
@@ -39,6 +39,7 @@ class Captures(Protocol):
     refused: set[GraphKey]
 
     def capture_shape(self, shape: Shape) -> None: ...
+    def unmeasured(self, key: GraphKey) -> bool: ...
     def rehearse(self, shape: Shape) -> None: ...
 
 
@@ -129,4 +130,5 @@ class LaterCaptures:
         if isinstance(shape, Drawn):
             return shape in graphs.samples or shape.rows not in {*graphs.sizes, *graphs.coarse}
         removed = shape.kind == "decode" and not shape.shared and shape.rows not in graphs.sizes
-        return shape in graphs.forwards or shape in graphs.refused or removed
+        made = shape in graphs.forwards and not graphs.unmeasured(shape)
+        return made or shape in graphs.refused or removed

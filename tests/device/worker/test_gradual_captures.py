@@ -34,7 +34,7 @@ def test_captures_made_while_serving_give_what_separate_launches_give():
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 512, 1024])
 def test_every_decode_step_and_the_largest_mixed_step_fit_a_capture_of_the_start(most, most_tokens):
     sizes = row_sizes(most)
-    assert first_decode(sizes) <= set(sizes) and max(first_decode(sizes)) == most and len(first_decode(sizes)) <= 3
+    assert first_decode(sizes) <= set(sizes) and max(first_decode(sizes)) == most and len(first_decode(sizes)) <= 5
     mixed = first_mixed(coarse_sizes(most), most_tokens)
     first = [one for one in mixed if is_first_mixed(one, mixed)]
     assert 1 <= len(first) <= 4
