@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httptools")
 
-from http_helpers import served
+from http_helpers import Running, served
 
 from minivllm.server.http import connection, crowd
 from minivllm.server.http.crowd import Crowd
@@ -113,6 +113,26 @@ NONE = {
         for value, status in CODED.items()
     },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("url", [b"http://[::1", b"http://a:99999999/", b"http:///"])
+def test_a_url_that_cannot_be_read_is_refused_in_these_words(server, url):
+    got = reported(server, b"GET " + url + b" HTTP/1.1\r\n" + HOST + b"\r\n")
+    assert got.startswith(b"HTTP/1.1 400 ") and b"its URL cannot be read; expected a path such as /v1/models" in got
+
+
+@pytest.mark.parametrize("size", [40_000, 66_000, 100_000, 1_000_000])
+def test_a_url_beyond_the_usual_limit_is_too_long_whatever_the_parser_makes_of_it(unlimited, size):
+    got = reported(unlimited, b"GET /" + b"a" * size + b" HTTP/1.1\r\n" + HOST + b"\r\n")
+    assert got.startswith(b"HTTP/1.1 414 ") and b"32768" in got
+
+
+@pytest.fixture(scope="module")
+def unlimited():
+    """A server with the usual limit of headers."""
+    running = Running()
+    yield running
+    running.close()
 
 
 @pytest.mark.parametrize("name", NONE)

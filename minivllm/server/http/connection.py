@@ -423,6 +423,8 @@ class Framed(WatchedConnection):
         unsupported = unknown_coding(codings)
         if unsupported:
             self._refuse(501, unsupported)
+        elif len(self.url) > self.header_bytes:  # the parser cannot split a URL of more than 64 KiB
+            self._refuse(414, f"the URL has more than {self.header_bytes} bytes")
         else:
             self._refuse(*no_request(sys.exc_info()[1], self._data))
 
@@ -439,6 +441,8 @@ def unknown_coding(values: Iterable[str]) -> str:
 def no_request(error: BaseException | None, data: bytes) -> tuple[int, str]:
     """Return the status and the message for bytes that the parser rejects with ``error``."""
     why = f"{NO_REQUEST}: {error}" if error is not None and str(error) else NO_REQUEST
+    if type(error).__name__ == "HttpParserCallbackError":
+        why = f"{NO_REQUEST}: its URL cannot be read; expected a path such as /v1/models"
     if VERSION.match(data):
         return 505, "this version of HTTP is not supported: expected HTTP/1.1"
     method = data.split(b" ")[0]
