@@ -165,6 +165,9 @@ class WeightUpdate:
             if not isinstance(item[1], Tensor):
                 kind = type(item[1]).__name__
                 raise ModelError(f"{WHERE}: {shown(item[0])} is a {kind}; expected a tensor")
+            if item[1].is_meta or item[1].layout is not torch.strided:
+                kind = "has no values (device meta)" if item[1].is_meta else f"has the layout {item[1].layout}"
+                raise ModelError(f"{WHERE}: {shown(item[0])} {kind}; expected a dense tensor on a CPU or GPU")
         if not found:
             raise ModelError(f"{WHERE}: no tensors were given; expected the weights of the model")
         headers = {name: Header(Path(), tuple(tensor.shape), name, "") for name, tensor in found}

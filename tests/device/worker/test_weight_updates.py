@@ -179,6 +179,14 @@ BAD = {
     "a dtype": (lambda t: changed(t, **{"model.norm.weight": torch.zeros(32).int()}), "dtype int32"),
     "NaN": (lambda t: changed(t, **{"model.norm.weight": torch.full((32,), torch.nan)}), "infinite numbers or NaN"),
     "no tensor": (lambda t: changed(t, **{"model.norm.weight": [1.0]}), "is a list; expected a tensor"),
+    "no values": (
+        lambda t: changed(t, **{"model.norm.weight": torch.empty(32, device="meta")}),
+        "has no values .device meta.; expected a dense tensor",
+    ),
+    "sparse": (
+        lambda t: changed(t, **{"model.norm.weight": torch.zeros(32).to_sparse()}),
+        "has the layout torch.sparse_coo; expected a dense tensor",
+    ),
     "a name twice": (lambda t: [*t.items(), next(iter(t.items()))], "twice"),
     "nothing": (lambda t: [], "no tensors were given"),
     "other things": (lambda t: [1, 2], "expected pairs of a name and a tensor"),
