@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm import files
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, brief
 
 VERBS = ("ls", "verify", "export", "import")
 DEFAULT = "~/.cache/minivllm/kv"
@@ -46,7 +46,7 @@ def cache(args: argparse.Namespace) -> int:
     for one in models:
         print(_line(one, verify))
         for name in one.names:
-            print(f"  prefix {name}")
+            print(f"  prefix {brief(name)}")
     if not models:
         print(f"{root}: no files")
     return int(verify and any(one.damaged or one.unusable for one in models))

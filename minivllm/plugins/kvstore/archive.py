@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 import numpy as np
 
-from minivllm.errors import ConfigError, shown
+from minivllm.errors import ConfigError, brief, shown
 
 from .disk import ABOUT, NAMED
 from .segments import (
@@ -31,6 +31,7 @@ from .segments import (
 )
 
 MEMBER = re.compile(r"[0-9a-f]{32}/(r\d+of\d+-[\w.%~-]+\.(kv|name)|about\.txt)")
+LONGEST_ABOUT = 1000  # largest number of characters of a description that is shown
 LARGEST_NAME = 64 << 20  # largest size in bytes of a file that lists the page keys of a named prefix
 
 
@@ -64,7 +65,8 @@ def _is_model(folder: Path) -> bool:
 def _files_of(folder: Path, verify: bool) -> ModelFiles:
     """Read the heads of all records of a model, and with ``verify`` the pages."""
     about = folder / ABOUT
-    found = ModelFiles(folder, about.read_text(encoding="utf-8") if os.path.exists(about) else "")
+    text = about.read_text(encoding="utf-8", errors="replace") if os.path.isfile(about) else ""
+    found = ModelFiles(folder, brief(text, LONGEST_ABOUT))
     names = {unquote(path.name.partition("-")[2].removesuffix(NAMED)) for path in folder.glob(f"*{NAMED}")}
     found.names = tuple(sorted(names))
     for path in sorted(folder.glob(f"*{SUFFIX}")):
@@ -117,12 +119,21 @@ def export(root: Path, name: str, target: Path) -> int:
         _add(tar, f"{folder.name}/{ABOUT}", having[0].about.encode())
         for marked in sorted(folder.glob(f"*-{quote(name, safe='')}{NAMED}")):
             rank = marked.name.partition("-")[0]
-            keys = [bytes.fromhex(key) for key in json.loads(marked.read_text())]
+            keys = _keys(marked, marked.read_bytes())
             data = _collect(folder, rank, keys)
             _add(tar, f"{folder.name}/{marked.name}", marked.read_bytes())
             _add(tar, f"{folder.name}/{rank}-export{SUFFIX}", data)
             pages += len(keys)
     return pages
+
+
+def _keys(source: Path, content: bytes) -> list[bytes]:
+    """Return the page keys in the content of a file of a named prefix.  ConfigError if ``source``, the file or archive
+    that holds it, is damaged."""
+    try:
+        return [bytes.fromhex(key) for key in json.loads(content)]
+    except (ValueError, TypeError, RecursionError):
+        raise ConfigError(f"{source}: the list of the prefix's pages is damaged; save the prefix again") from None
 
 
 def _collect(folder: Path, rank: str, keys: list[bytes]) -> bytes:
@@ -150,8 +161,12 @@ def _collect(folder: Path, rank: str, keys: list[bytes]) -> bytes:
 
 
 def _private(path: Path) -> BinaryIO:
-    """Open a file to write that no other user can read, because prompts can be recovered from it."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    """Open a file to write that no other user can read, because prompts can be recovered from it.  ConfigError if that
+    is impossible."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be written ({e.strerror}); expected a file in an existing folder") from None
     if stat.S_ISREG(os.fstat(fd).st_mode):
         os.fchmod(fd, 0o600)  # sets the mode of a file that existed before
     return os.fdopen(fd, "wb")
@@ -169,26 +184,38 @@ def import_from(root: Path, source: Path) -> int:
     ConfigError if the file is damaged or has other members; no page is added then.
     """
     try:
-        with tarfile.open(source) as tar:
+        with tarfile.open(source, "r:") as tar:  # without compression, so no member is larger than the file
             members = [_member(tar, info) for info in tar.getmembers()]
     except (OSError, tarfile.TarError) as e:
         raise ConfigError(f"{source}: cannot be read ({e}); expected a file of `minivllm cache export`") from e
+    for name, data in members:
+        if name.endswith(NAMED):
+            _keys(source, data)
     pages = sum(_whole(source, data) for name, data in members if name.endswith(SUFFIX))
     for name, data in members:
         path = root / name
         if name.endswith(SUFFIX):
             path = path.with_name(f"{path.stem}-{os.urandom(6).hex()}{SUFFIX}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.new")
-        with _private(new) as file:
-            file.write(data)
-        new.replace(path)
+        try:
+            _write(path, data)
+        except OSError as e:
+            raise ConfigError(f"{path}: cannot be written ({e.strerror}); expected a folder with enough room") from None
     return pages
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file of an archive under a temporary name, and rename it when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    with _private(new) as file:
+        file.write(data)
+    new.replace(path)
 
 
 def _member(tar: tarfile.TarFile, info: tarfile.TarInfo) -> tuple[str, bytes]:
     """Return the name and the content of a member.  ConfigError for a name that no export has."""
-    file = tar.extractfile(info) if info.isfile() and MEMBER.fullmatch(info.name) else None
+    plain = info.isfile() and not info.issparse()  # a sparse member may be much larger than its archive
+    file = tar.extractfile(info) if plain and MEMBER.fullmatch(info.name) else None
     if file is None or (info.name.endswith(NAMED) and info.size > LARGEST_NAME):
         raise ConfigError(f"{tar.name!s}: the member {shown(info.name)} is not of `minivllm cache export`")
     return info.name, file.read()

@@ -477,7 +477,8 @@ class DiskStore(KVStore):
     def names(self) -> Mapping[str, Sequence[bytes]]:
         found = {}
         for path in self.folder.glob(f"{self._prefix}*{NAMED}"):
-            with contextlib.suppress(OSError, ValueError):  # the file may be deleted or damaged
+            # the file may be deleted or damaged
+            with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
                 name = unquote(path.name.removeprefix(self._prefix).removesuffix(NAMED))
                 found[name] = [bytes.fromhex(key) for key in json.loads(path.read_text())]
         return found
