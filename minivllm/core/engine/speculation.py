@@ -38,6 +38,8 @@ log = logging.getLogger("minivllm")
 # number of steps of a trial; the first one is not timed, because the step before it was planned
 # otherwise
 TRIES = 8
+# a trial has more steps until it has observed the accepted drafts of so many rows
+TRIED_ROWS = 32
 # count of steps without drafts between two trials of speculation: after the first trial, and at most
 FIRST_WAIT, MOST_WAIT = 32, 512
 RENEW = 512  # after so many steps with drafts, steps without drafts are timed again
@@ -77,9 +79,11 @@ def _span(size: int) -> str:
 @dataclass
 class Class:
     """Measured times of the steps of one ``StepClass``, and what follows from them: whether its steps have drafts
-    (``on``), and how many per row (``k``).  ``most`` is the largest number of drafts of a row."""
+    (``on``), and how many per row (``k``).  ``most`` is the largest number of drafts of a row, and ``tries`` the number
+    of steps of a trial with drafts."""
 
     most: int
+    tries: int = TRIES
     # drafts per row -> milliseconds of a step, the median of the newest ones
     ms: dict[int, float] = field(default_factory=dict)
     k: int = 0  # drafts per row, in steps that have drafts
@@ -160,7 +164,7 @@ class Class:
         gain = 0.0
         if self.on:
             gain = max(self.gain_of(k) for k in range(1, self.most + 1))
-        early = self.trial and self.left <= TRIES - ENOUGH
+        early = self.trial and self.left <= self.tries - ENOUGH
         hopeless = early and 0 < gain < HOPELESS
         if self.left > 0 and not hopeless:
             return False
@@ -174,7 +178,7 @@ class Class:
         whether speculation was switched off."""
         if not self.on:  # the last steps had no drafts, and were timed
             self.on = self.trial = True
-            self.left = TRIES
+            self.left = self.tries
             self.tried = 0
             self.forget(self.k)
             return False
@@ -186,13 +190,14 @@ class Class:
             self.left = RENEW
             self.wait = FIRST_WAIT
             return False
+        self.left = self.tries
         # time some steps without drafts again, and then steps with one draft more
         if not self.trial:
+            self.left = TRIES
             self.on = False
             self.trial = True
             self.forget(0)
             self.k = min(self.k + 1, self.most)
-        self.left = TRIES
         return False
 
     def _stop(self) -> None:
@@ -291,7 +296,7 @@ class Speculation:
 
     def _class(self, kind: StepClass) -> Class:
         if kind not in self.classes:
-            self.classes[kind] = Class(self.k)
+            self.classes[kind] = Class(self.k, max(TRIES, TRIED_ROWS >> kind.rows))
         return self.classes[kind]
 
     def drafts(
