@@ -2,9 +2,11 @@
 
     python benchmarks/speculate.py                       # pocket on this machine: stories and copies
     python benchmarks/speculate.py --device cuda --model DIR --draft DIR --batches 1,4,16,64
+    python benchmarks/speculate.py --head pocket-mtp --clock cpu --k 3,4,6 --turns 8       # drafts of a head
 
-The table is by drafter and batch size.  Stories are open text, for the draft model.  Copies are texts to repeat, for
-prompt lookup.  The cost ratio is the time of a step of the draft model over that of the model, at batch 1.
+The table is by drafter and batch size.  Stories are open text, for the draft model and the head.  Copies are texts to
+repeat, for prompt lookup; a head of stories guesses none of their words.  The time is the sum over the prompts of the
+best of several turns.  The cost ratio is the time of a step of the draft model over that of the model, at batch 1.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 from minivllm import LLM, SamplingParams
 from minivllm.pocket.tasks import cases
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 STORIES = ("a fox", "a red ball", "a boat", "the rain", "a lost key", "a dog", "a cake", "the forest")
 
 
@@ -39,10 +42,26 @@ def make(args: argparse.Namespace, drafter: Any, k: int) -> LLM:
     )
 
 
-def timed(llm: LLM, chats: list, params: SamplingParams) -> tuple[float, list]:
-    start = time.perf_counter()
+def timed(args: argparse.Namespace, llm: LLM, chats: list, params: SamplingParams) -> tuple[float, list]:
+    clock = CLOCKS[args.clock]
+    start = clock()
     outs = llm.chat(chats, params, use_tqdm=False)
-    return time.perf_counter() - start, outs
+    return clock() - start, outs
+
+
+def in_turns(args: argparse.Namespace, engines: dict[str, LLM], parts: list, params: SamplingParams) -> tuple:
+    """Return the best seconds of each engine for all ``parts`` (lists of chats), and the tokens of its answers."""
+    best = {what: [1e9] * len(parts) for what in engines}
+    found: dict[str, list] = {}
+    for turn in range(args.turns + 1):
+        found = {what: [] for what in engines}
+        for i, chats in enumerate(parts):
+            for what, llm in engines.items():
+                seconds, outs = timed(args, llm, chats, params)
+                found[what] += [o.tokens for o in outs]
+                if turn:  # the first turn warms up
+                    best[what][i] = min(best[what][i], seconds)
+    return {what: sum(times) for what, times in best.items()}, found
 
 
 def compare(args: argparse.Namespace, kind: str, drafter: Any, k: int, params: SamplingParams) -> None:
@@ -50,21 +69,11 @@ def compare(args: argparse.Namespace, kind: str, drafter: Any, k: int, params: S
     with make(args, "none", k) as plain, make(args, drafter, k) as drafted:
         for batch in args.batches:
             chats = prompts(kind, max(batch, args.least // batch * batch))
-            best = {"plain": 1e9, "drafted": 1e9}
-            tokens = same = 0
+            parts = [chats[i : i + batch] for i in range(0, len(chats), batch)]
             before = drafted.stats()["speculation"]
-            for turn in range(args.turns + 1):
-                found = {}
-                for what, llm in (("plain", plain), ("drafted", drafted)):
-                    spent, outs = 0.0, []
-                    for i in range(0, len(chats), batch):
-                        seconds, part = timed(llm, chats[i : i + batch], params)
-                        spent, outs = spent + seconds, outs + part
-                    found[what] = [o.tokens for o in outs]
-                    if turn:  # the first turn warms up
-                        best[what] = min(best[what], spent)
-                tokens = sum(map(len, found["plain"]))
-                same = sum(a == b for a, b in zip(found["plain"], found["drafted"], strict=True))
+            best, found = in_turns(args, {"plain": plain, "drafted": drafted}, parts, params)
+            tokens = sum(map(len, found["plain"]))
+            same = sum(a == b for a, b in zip(found["plain"], found["drafted"], strict=True))
             after = drafted.stats()["speculation"]
             share = (after["accepted"] - before["accepted"]) / max(1, after["proposed"] - before["proposed"])
             print(
@@ -80,7 +89,7 @@ def cost_ratio(args: argparse.Namespace) -> None:
     params, chats, ms = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True), prompts("stories", 1), {}
     for name in (args.model, args.draft):
         with LLM(name, device=args.device, dtype=args.dtype, max_num_seqs=1, num_kvcache_blocks=64) as llm:
-            ms[name] = min(timed(llm, chats, params)[0] for _ in range(args.turns + 1)) * 10
+            ms[name] = min(timed(args, llm, chats, params)[0] for _ in range(args.turns + 1)) * 10
     print(
         f"a step of {args.model}: {ms[args.model]:.2f} ms, of {args.draft}: {ms[args.draft]:.2f} ms, cost ratio "
         f"{ms[args.draft] / ms[args.model]:.3f}"
@@ -91,6 +100,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="pocket")
     parser.add_argument("--draft", default="pocket-draft")
+    parser.add_argument("--head", help="a head whose drafts are compared, in place of the other drafters")
+    parser.add_argument(
+        "--clock", default="wall", choices=CLOCKS, help="cpu: the time of the process, for a busy machine"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batches", default="1", type=lambda s: [int(x) for x in s.split(",")])
@@ -102,10 +115,17 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0,0.8", type=lambda s: [float(x) for x in s.split(",")])
     parser.add_argument("--auto", action="store_true", help="let it switch itself off")
     args = parser.parse_args()
-    cost_ratio(args)
     model = {"name": "model", "options": {"model": args.draft}}
+    head = {"name": "mtp", "options": {"model": args.head}}
+    if not args.head:
+        cost_ratio(args)
     for t in args.temperatures:
         params = SamplingParams(temperature=t, max_tokens=args.max_tokens, seed=1)
+        if args.head:
+            for k in args.k:
+                for kind in ("stories", "copies"):
+                    compare(args, kind, head, k, params)
+            continue
         for k in args.k:
             compare(args, "stories", model, k, params)
         for k in args.k_ngram:
