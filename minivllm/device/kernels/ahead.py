@@ -253,30 +253,27 @@ def _build_launcher(kernel: Any) -> None:
 
 
 class CompiledMarks:
-    """Files beside Triton's compiled kernels that mark which kernels of a configuration's captures are compiled.
+    """A file beside Triton's compiled kernels that marks that the kernels of a configuration are compiled.
 
-    They are in the same folder, so they are deleted with the kernels.  A file is valid for one card and configuration,
-    and for one version of Triton and minivllm.
+    It is in the same folder, so it is deleted with the kernels.  It is valid for one card and configuration, and for
+    one version of Triton and minivllm.
     """
 
     def __init__(self, device: torch.device, facts: Sequence[str]) -> None:
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         text = json.dumps([triton.__version__, minivllm.__version__, card, *facts])
-        self.name = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.folder = Path(knobs.cache.dir)
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self.path = Path(knobs.cache.dir) / f"minivllm-{name}.compiled"
 
-    def _path(self, stage: str) -> Path:
-        return self.folder / f"minivllm-{self.name}.{stage}"
+    def exist(self) -> bool:
+        """Return whether the kernels were compiled before."""
+        return os.path.exists(self.path)
 
-    def has(self, stage: str) -> bool:
-        """Return whether the kernels of a stage, ``ready`` or ``all``, were compiled before."""
-        return os.path.exists(self._path(stage))
-
-    def set(self, stage: str) -> None:
-        """Write the file that marks the kernels of a stage as compiled.
+    def set(self) -> None:
+        """Write the file that marks the kernels as compiled.
 
         Without write access nothing is noted, and the next start rehearses again.
         """
         with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._path(stage).touch()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch()

@@ -243,9 +243,7 @@ class Graphs:
                 lost = self.costs.padding_ms(needed, larger.tokens + larger.rows)
         if not self._is_due(key, lost):
             return larger
-        if larger is None or self.later.compiled(key):
-            return self._unless_refused(key) or larger
-        return larger
+        return self._unless_refused(key) or larger
 
     def _decode_key(self, key: GraphKey) -> GraphKey | None:
         """Return the shape of the capture that runs a decode step of shape ``key``, None if this capture failed.  With
@@ -258,8 +256,6 @@ class Graphs:
         if larger is None:
             return self._unless_refused(key)
         if not self._has_paid(key, 1.0 / DECODE_SIGHTS):
-            return larger
-        if not self.later.compiled(key):
             return larger
         return self._unless_refused(key) or larger
 

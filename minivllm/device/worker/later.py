@@ -4,15 +4,12 @@
     a step     runs in a larger capture; after some steps its own size is captured   (``Graphs._is_due``)
     idle turn  the next capture of the queue, smallest first                          (the verb "captures")
 
-Before a capture its kernels are compiled in other threads, if an earlier start has not compiled them.  So a turn takes
-the time of one capture, and no turn waits for the compiler."""
+The kernels of all these captures are compiled before the engine is ready (``served_kernels``)."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,7 +18,6 @@ from minivllm.core.interfaces.attention import GraphKey
 from minivllm.device.layers.captured_sizes import first_decode, is_first_mixed
 
 from .captured import Drawn, SampleOperations
-from .start import ALL, READY
 
 if TYPE_CHECKING:
     from .start import Rehearsals
@@ -40,7 +36,6 @@ class Captures(Protocol):
 
     def capture_shape(self, shape: Shape) -> None: ...
     def unmeasured(self, key: GraphKey) -> bool: ...
-    def rehearse(self, shape: Shape) -> None: ...
 
 
 def size_of(shape: Shape) -> tuple[int, int]:
@@ -58,8 +53,6 @@ class LaterCaptures:
         self.gradual = gradual
         self.begun = False  # whether the captures of the engine's start are finished
         self.queue: deque[Shape] = deque()
-        # shape of a capture -> running compilations of its kernels
-        self.jobs: dict[Shape, Sequence[Future[None]]] = {}
 
     def divide(self, decodes: Sequence[GraphKey], draws: Sequence[Drawn]) -> tuple[list[Shape], list[Shape]]:
         """Divide shapes of decode steps and of draws into those to capture at the start and those to capture later.
@@ -90,38 +83,16 @@ class LaterCaptures:
         """Note that the captures of the start are finished, and queue ``shapes`` for later."""
         self.begun = True
         self.queue.extend(sorted(shapes, key=lambda one: (*size_of(one), isinstance(one, Drawn))))
-        self.rehearsals.done(READY if shapes else ALL)
-
-    def compiled(self, shape: Shape) -> bool:
-        """Return whether the kernels of a capture are compiled.  The first call starts to compile them if they are
-        not."""
-        if not self.rehearsals.active:
-            return True
-        if shape not in self.jobs:
-            self.jobs[shape] = self.rehearsals.start(partial(self.graphs.rehearse, shape))
-        return all(job.done() for job in self.jobs[shape])
+        self.rehearsals.done()
 
     def capture(self) -> bool:
-        """Make the next capture of the queue, or start to compile its kernels if they are not compiled.
-
-        Return False if nothing can be done before a compilation ends.
-        """
+        """Make the next capture of the queue; return False if none is left."""
         while self.queue and self._needless(self.queue[0]):
             self.queue.popleft()
         if not self.queue:
             return False
-        new = None
-        if self.rehearsals.active:
-            new = next((one for one in self.queue if one not in self.jobs), None)
         with torch.inference_mode():
-            if new is not None and (self.queue[0] not in self.jobs or not self.compiled(self.queue[0])):
-                self.compiled(new)
-                return True
-            if not self.compiled(self.queue[0]):
-                return False
             self.graphs.capture_shape(self.queue.popleft())
-        if not self.queue:
-            self.rehearsals.done(ALL)
         return True
 
     def _needless(self, shape: Shape) -> bool:

@@ -47,7 +47,6 @@ from .pages import page_mover
 from .running import Running
 from .scoring import score_prompt
 from .shared_pages import shared_pages
-from .start import ALL
 from .state import DeviceState, pin_ahead, to_host
 from .taps import TapState
 from .target_states import NORM
@@ -156,7 +155,7 @@ class Runner:
         traits = self.wiring.parts["attention"].traits
         graph = traits.get("graph", "none")
         if not wanted or graph == "none" or traits.get("plan") != "device":
-            self.worker.rehearsals.done(ALL)
+            self.worker.rehearsals.done()
             return None
         if self.state.recurrent is not None and not self.worker.parts.fuse:
             self.worker.notes.append("steps are not captured, they run as separate launches: fuse is off")

@@ -4,7 +4,8 @@ A captured step compiles its kernels when it is captured.  Other steps are captu
 requests run, and a compilation would then delay these requests by some tenths of a second.  So a first start also
 rehearses one step for each set of their kernels:
 
-    decode     numbers of rows for which kernels of products and of attention may differ, short and long contexts
+    decode     numbers of rows for which kernels of products and of attention may differ, short and long contexts, with
+               shared prefixes, and with adapters if the engine has any
     mixed      numbers of rows for which attention differs, with few and with many tokens
     separate   numbers of rows of a step that is longer than the longest capture
     draws      all limits of the sampler, processors, log-probabilities and token masks
@@ -24,6 +25,7 @@ from minivllm.device.kernels.launch import power
 from minivllm.device.layers.captured_sizes import MOST_TOKENS, WHOLE_TOKENS, token_size
 
 from .captured import Drawn, SampleOperations
+from .graph_keys import AdaptedKey
 from .trial_launches import separate_step
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class ServedCaptures(Protocol):
     runner: Runner
     sizes: list[int]  # numbers of rows for which decode steps are captured, ascending
     coarse: list[int]  # numbers of rows for which mixed steps are captured, ascending
+    shared_sizes: list[int]  # numbers of rows of captured steps with shared prefixes, ascending
     mixed: bool  # whether mixed steps are captured
     layers: DistinctLayers
     draw_bits: dict[bool, int]  # by whether logits are float32: the limits whose kernels are compiled
@@ -71,7 +74,7 @@ def compile_served(graphs: ServedCaptures, spans: Sequence[int], known: Collecti
     already.  Nothing is done if an earlier start has compiled all kernels."""
     runner = graphs.runner
     rehearsals = runner.worker.rehearsals
-    if rehearsals.ready:
+    if not rehearsals.active:
         return []
     graphs.late_masks()  # the memory of token masks, which some of the draws read
     steps = served_steps(graphs, spans)
@@ -93,9 +96,17 @@ def finish_served(graphs: ServedCaptures, jobs: Sequence[Any]) -> None:
 
 def served_steps(graphs: ServedCaptures, spans: Sequence[int]) -> Iterator[GraphKey]:
     """Yield the shapes of captured steps, one for each set of kernels."""
+    kinds = [GraphKey]
+    if graphs.runner.adapters is not None:
+        kinds.append(AdaptedKey)
     for span in spans:
         for rows in distinct(graphs.sizes):
-            yield GraphKey("decode", rows, rows, span)
+            for kind in kinds:
+                yield kind("decode", rows, rows, span)
+        pages = graphs.runner.shared
+        for rows in graphs.shared_sizes:
+            if pages is not None and pages.can_save(rows, span):
+                yield GraphKey("decode", rows, rows, span, shared=True)
     if not graphs.mixed:
         return
     budget = graphs.runner.wiring.max_num_batched_tokens
@@ -109,7 +120,8 @@ def served_steps(graphs: ServedCaptures, spans: Sequence[int]) -> Iterator[Graph
             if tokens >= WHOLE_TOKENS:
                 longest = spans[-1:]
             for span in longest:
-                yield GraphKey("mixed", rows, tokens, span)
+                for kind in kinds:
+                    yield kind("mixed", rows, tokens, span)
 
 
 def distinct(sizes: Sequence[int]) -> list[int]:

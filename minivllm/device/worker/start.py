@@ -56,18 +56,18 @@ class Rehearsals:
         from minivllm.device.kernels.ahead import CompileAhead, CompiledMarks
 
         self.marks = CompiledMarks(self.device, _facts(wiring))
-        if not self.marks.has(ALL):
+        if not self.ready:
             self.ahead = CompileAhead(self.device)
 
     @property
     def active(self) -> bool:
-        """Return whether some kernels of steps may not be compiled yet."""
+        """Return whether this start compiles kernels before they run, and no rehearsal has failed."""
         return self.ahead is not None
 
     @property
     def ready(self) -> bool:
-        """Return whether the kernels of the stage READY are compiled and stored on the disk."""
-        return self.marks is not None and (self.marks.has(READY) or self.marks.has(ALL))
+        """Return whether an earlier start, or ``done``, has noted on the disk that the kernels are compiled."""
+        return self.marks is not None and self.marks.exist()
 
     def compile(self, *runs: Callable[[], Any]) -> None:
         """Compile the kernels that the functions ``runs`` launch, by calls that record the kernels, and wait for the
@@ -77,11 +77,12 @@ class Rehearsals:
     def begin(self, *runs: Callable[[], Any]) -> list[Any]:
         """Start to compile the kernels that the functions ``runs`` launch, and return the compilations.
 
-        If the stage READY is compiled, no function is called."""
-        if self.marks is None or self.ready:
+        If an earlier start has compiled them, no function is called.  If the rehearsal of a function fails, its kernels
+        and those of all later functions are compiled at their first launch."""
+        if self.ahead is None:
             return []
         with self.times.of("compile"):
-            return [job for run in runs for job in self.start(run)]
+            return [job for run in runs for job in self._start(run)]
 
     def wait(self, jobs: Sequence[Any]) -> None:
         """Wait for compilations that ``begin`` returned."""
@@ -89,12 +90,8 @@ class Rehearsals:
             with self.times.of("compile"):
                 self.ahead.wait(jobs)
 
-    def start(self, run: Callable[[], Any]) -> Sequence[Any]:
-        """Start to compile the kernels that ``run`` launches, and return the compilations.
-
-        If the rehearsal of ``run`` fails, its kernels and those of all later functions are compiled at their first
-        launch.
-        """
+    def _start(self, run: Callable[[], Any]) -> Sequence[Any]:
+        """Start to compile the kernels that ``run`` launches, and return the compilations."""
         if self.ahead is None:
             return ()
         try:
@@ -104,12 +101,11 @@ class Rehearsals:
             self.close()
             return ()
 
-    def done(self, stage: str) -> None:
-        """Note that all kernels of ``stage`` are compiled.  After the stage ALL no more functions are rehearsed."""
+    def done(self) -> None:
+        """Note that all kernels are compiled.  No more functions are rehearsed."""
         if self.marks is not None and self.ahead is not None:
-            self.marks.set(stage)
-        if stage == ALL:
-            self.close()
+            self.marks.set()
+        self.close()
 
     def close(self) -> None:
         """Cancel the compilations that have not begun."""

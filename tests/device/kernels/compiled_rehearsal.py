@@ -84,6 +84,8 @@ def shapes(steps):
     """Yield the shapes of all captures that ordinary requests may need."""
     for span in (graphs.SHORT, steps._span(graphs.SHORT + 1)):
         yield from (GraphKey("decode", n, n, span) for n in steps.sizes)
+        saving = [n for n in steps.shared_sizes if steps.runner.shared.can_save(n, span)]
+        yield from (GraphKey("decode", n, n, span, shared=True) for n in saving)
         for rows in steps.coarse:
             for tokens in range(64, 513, 64):
                 yield GraphKey("mixed", rows, max(tokens, rows), steps._span(span, tokens))
@@ -132,7 +134,11 @@ def main(folder: Path) -> None:
     shape = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     tiny_dir(folder, "qwen3", vocab_size=1024, num_hidden_layers=5, **shape)
     options = dict(skip_tokenizer_init=True, dtype="bfloat16", device="cpu", num_kvcache_blocks=60, max_model_len=256)
-    options |= dict(attention="__main__:OnCpu", allow_targets=["__main__"], max_num_seqs=40)
+    options |= dict(
+        attention={"name": "__main__:OnCpu", "options": {"shared_prefixes": "always"}},
+        allow_targets=["__main__"],
+        max_num_seqs=40,
+    )
     options |= dict(compile_ahead=True)
     captures = sys.argv[1]
     with LLM(model=str(folder), max_num_batched_tokens=512, graph_captures=captures, **options) as llm:

@@ -129,7 +129,7 @@ def test_a_rehearsal_finds_each_variant_once_launches_none_and_compiles_it_for_t
 def test_steps_of_ordinary_requests_need_no_kernel_that_is_not_compiled_when_the_engine_is_ready(captures):
     """Steps are rehearsed with memory that holds no valid index.  Both parts of a step are among the kernels."""
     *_, names, count = without_interpreter("compiled_rehearsal.py", captures)
-    steps = {"_begin", "_deal", "_decode", "_merge", "_tiles", "_prefill"}
+    steps = {"_begin", "_deal", "_decode", "_merge", "_tiles", "_prefill", "_shared", "_cut"}
     draws = {"_first", "_few", "_redraw", "_search", "_penalize", "_apply", "_parts", "_commit"}
     assert steps | draws <= set(names.split())
     assert 50 < int(count) < 100
