@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from packed_checkpoints import (
@@ -62,6 +64,44 @@ def test_blocks_that_go_on_into_the_next_row_are_unpacked_and_told():
     quantizer, scheme = read(one)
     torch.testing.assert_close(held(scheme), one.weight.double(), rtol=1e-6, atol=1e-7)
     assert forms(scheme) == [PlainRows] and "blocks of 64 numbers do not end with the rows" in quantizer.notes[0]
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 64.5, "64", True, None, [64], 0, -64, 2**40, 10**30])
+@pytest.mark.parametrize("key", ["blocksize", "nested_blocksize"])
+def test_a_state_with_another_number_of_a_block_is_refused_and_allocates_nothing(key, number):
+    one = Four(32, 64, nested=True)
+    name = STATE + "nf4"
+    state = json.loads(bytes(one.tensors[name].tolist()))
+    one.tensors[name] = torch.tensor(list(json.dumps({**state, key: number}).encode()), dtype=torch.uint8)
+    if key == "nested_blocksize" and type(number) is int and number > 256:
+        torch.testing.assert_close(held(read(one)[1]), one.weight.double(), rtol=1e-6, atol=1e-7)  # one block of all
+        return
+    with pytest.raises(ModelError, match=r"state of the quantization is broken|its state says"):
+        read(one)
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"[]", b"\xff", b'{"blocksize": ' + b"9" * 5000 + b"}"])
+def test_a_state_that_is_no_object_is_refused(content):
+    one = Four(32, 64)
+    one.tensors[STATE + "nf4"] = torch.tensor(list(content), dtype=torch.uint8)
+    with pytest.raises(ModelError, match="state of the quantization is broken"):
+        read(one)
+
+
+def test_a_single_block_longer_than_the_weight_is_that_of_the_weight():
+    one = Four(32, 64, block=2048)
+    state = {"quant_type": "nf4", "blocksize": 2**40, "dtype": "float32", "shape": [32, 64]}
+    one.tensors[STATE + "nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    torch.testing.assert_close(held(read(one)[1]), one.weight.double(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("param", ["weight.absmax", "weight.quant_map"])
+@pytest.mark.parametrize("inputs", [64, 80])
+def test_sizes_and_tables_that_are_no_numbers_are_refused(param, inputs):
+    one = Four(32, inputs)
+    one.tensors[param][3] = float("nan")
+    with pytest.raises(ModelError, match="that are inf or NaN, expected numbers: the file is damaged"):
+        read(one)
 
 
 def test_int8_is_multiplied_by_the_kernels_of_rows():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource
-from minivllm.errors import ModelError
+from minivllm.errors import ModelError, brief, shown
 
 from .forms import Numbers
 from .packed import CheckpointQuantizer, PartLayout, Share, Want
@@ -79,6 +79,8 @@ class FourBits(PartLayout):
             codes = _codes(raw.flatten().to(share.device))
             scale = sizes.repeat_interleave(block)
             numbers = table[codes.long()] * scale[: len(codes)]
+            if not bool(torch.isfinite(numbers).all()):
+                raise ModelError("scales that are inf or NaN, expected numbers: the file is damaged")
             weight = numbers.view(share.outputs, share.inputs)
             mine = weight[share.rows, share.columns]
             return mine.to(share.dtype).contiguous()
@@ -99,28 +101,36 @@ class FourBits(PartLayout):
         offset = 0.0
         try:
             state = json.loads(bytes(given[STATE + self.kind].tolist()))
-            block = int(state["blocksize"])
+            block = _whole(state["blocksize"])
             shape = list(state["shape"])
             if self.nested:
-                nested_block = int(state["nested_blocksize"])
+                nested_block = _whole(state["nested_blocksize"])
                 offset = float(state["nested_offset"])
-        except (ValueError, KeyError, TypeError) as e:
-            raise ModelError(f"the state of the quantization is broken ({e}); download it again") from None
+        except (ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as e:
+            why = brief(str(e))
+            raise ModelError(f"the state of the quantization is broken ({why}); download it again") from None
         sizes = given["weight.absmax"].to(share.device)
         count = share.outputs * share.inputs
         if shape != wanted or not _fill(count, block, len(sizes)):
             raise ModelError(
-                f"its state says shape {shape} in blocks of {block} with {len(sizes)} blocks; expected {wanted}; "
-                "config.json and the weights do not belong together"
+                f"its state says shape {shown(shape)} in blocks of {block} with {len(sizes)} blocks; expected {wanted}"
+                "; config.json and the weights do not belong together"
             )
         if not self.nested:
-            return block, sizes
+            return min(block, count), sizes
         outer = given["weight.nested_absmax"].to(share.device)
         if not _fill(len(sizes), nested_block, len(outer)):
             raise ModelError(f"its state says nested blocks of {nested_block}, but the checkpoint has {len(outer)}")
         table = given["weight.nested_quant_map"].to(share.device)
-        factors = outer.repeat_interleave(nested_block)[: len(sizes)]
-        return block, table[sizes.long()] * factors + offset
+        factors = outer.repeat_interleave(min(nested_block, len(sizes)))[: len(sizes)]
+        return min(block, count), table[sizes.long()] * factors + offset
+
+
+def _whole(value: Any) -> int:
+    """Return a number of a quantization state as an int.  ValueError for anything but a whole number."""
+    if type(value) is not int and not (isinstance(value, float) and value.is_integer()):
+        raise ValueError(f"{shown(value)} is no whole number")
+    return int(value)
 
 
 def _fill(count: int, block: int, blocks: int) -> bool:

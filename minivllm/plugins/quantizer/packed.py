@@ -240,7 +240,8 @@ class PackedWeight(WeightScheme):
         found = layout.numbers(given)
         if isinstance(found, Tensor):
             return HeldRows("plain", found)
-        for what, values in (("scales", found.scale), ("zero points", found.zero)):
+        numbers = {"scales": found.scale, "zero points": found.zero, "values of codes": found.table}
+        for what, values in numbers.items():
             if values is not None and not bool(torch.isfinite(values).all()):
                 raise ModelError(f"{self.info.name}: {what} that are inf or NaN, expected numbers: the file is damaged")
         piece = forms.piece_of(found, layout.share.dtype)
