@@ -125,13 +125,20 @@ def test_the_kernel_of_a_gate_gives_the_results_of_separate_layers(monkeypatch, 
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["separate norms", "joined norms"])
 @pytest.mark.parametrize("tokens", [1, 40, 50])
-def test_rows_behind_the_weights_give_the_results_of_separate_layers(monkeypatch, short, tokens):
+def test_rows_behind_the_weights_give_the_results_of_separate_layers(monkeypatch, short, tokens, joined):
     expanded = counted(monkeypatch, triton_extended, "expand_behind")
+    added = counted(monkeypatch, triton_extended, "add_behind")
     gates = counted(monkeypatch, triton_extended, "gate_behind")
     shrinks = counted(monkeypatch, LoraProduct, "shrink")
-    found = Layers(monkeypatch, behind=True).run(tokens, True)
+    layers = Layers(monkeypatch, behind=True)
+    for linear in layers.linears.values() if joined else ():
+        linear.scheme.extended.finish()
+        linear.scheme.extended.row.rows = 45  # rows that the kernel multiplies
+    found = layers.run(tokens, True)
+    calls = tuple(map(len, (expanded, added, gates, shrinks)))
     # steps of many tokens have launches of their own for the products of A
-    assert (len(expanded), len(gates), len(shrinks)) == ((0, 0, 3) if tokens == 50 else (3, 1, 0))
+    assert calls == ((0, 0, 0, 3) if tokens == 50 else (1, 2, 1, 0) if joined else (3, 0, 1, 0))
     for mine, other in zip(found, Layers(monkeypatch).run(tokens, False), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)

@@ -49,6 +49,14 @@ class ExtendedWeight(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Return the products of x [T, in] and the weight, and behind them those of x and ``rows``: [T, out + n]."""
 
+    def fits(self, x: Tensor) -> bool:
+        """Return whether ``divided`` can compute the products of x [T, in]."""
+
+    def divided(self, x: Tensor, squares: Tensor, eps: float) -> Tensor:
+        """Return the products of x [T, in] as a call does, divided by the root mean square of each row of x.
+
+        ``squares`` f32 [T, parts] are sums of squares of parts of the rows, and ``eps`` is that of the norm."""
+
     def extends(self, product: Callable[[Tensor], Tensor]) -> bool:
         """Return whether ``product`` is the product of the weight alone, which the call computes too."""
 
@@ -180,7 +188,9 @@ class LowRank(NamedTuple):
 # change(product, x) returns the changed product [T, out] of a layer, as far as it belongs to this
 # process. product(x) is the product of the layer itself. A change may also have the method
 # gated(product, x, activation, following), which computes the gate of an MLP too (``LayerAdapters.gated``);
-# ``following`` is the change of the same method for the layer that reads the result, or None.
+# ``following`` is the change of the same method for the layer that reads the result, or None. The methods
+# divides, divided and added belong to steps of few rows, in which norms are parts of the kernels of
+# products (``LayerAdapters``).
 LayerChange = Callable[["Callable[[Tensor], Tensor]", "Tensor"], "Tensor"]
 
 

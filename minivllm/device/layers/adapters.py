@@ -79,6 +79,40 @@ class LayerAdapters:
         found: Tensor | None = change.gated(product, x, activation, after)
         return found
 
+    def divides(self, product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+        """Return whether ``divided`` computes the changed product of x [T, in]."""
+        _, change = self._only(x)
+        return hasattr(change, "divides") and change.divides(product, x)
+
+    def divided(
+        self,
+        product: Callable[[Tensor], Tensor],
+        x: Tensor,
+        squares: Tensor,
+        eps: float,
+        activation: str | None = None,
+    ) -> Tensor:
+        """Return the changed product [T, out] of x [T, in], divided by the root mean square of each row of x.
+
+        ``squares`` f32 [T, parts] are sums of squares of parts of the rows, and ``eps`` is that of the norm.  With
+        ``activation`` the product is gate | up, and the result activation(gate) * up [T, out / 2]."""
+        _, change = self._only(x)
+        y: Tensor = change.divided(product, x, squares, eps, activation)
+        return y
+
+    def added(
+        self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Add the changed product of x [T, in] to ``residual`` [T, dim] in place; None if no kernel does.
+
+        Return the sum times the weight [dim] of a norm, [T, dim], and sums of squares f32 [T, parts] of parts of its
+        rows before the multiplication."""
+        _, change = self._only(x)
+        if not hasattr(change, "added"):
+            return None
+        found: tuple[Tensor, Tensor] | None = change.added(product, x, residual, weight)
+        return found
+
     def _only(self, x: Tensor) -> tuple[int, Any]:
         """Return the number of the only method of the running step that may change the layer for x [T, in], and its
         change; (-1, None) if there are none or several."""

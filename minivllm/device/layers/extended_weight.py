@@ -29,10 +29,10 @@ class ExtendedProduct:
         self.rows = self.whole[info.out_features :]
         self.rows.zero_()
         self.renew: Callable[[], object] | None = None
-        self.row: Any = None  # the kernel that multiplies one token, or None
+        self.row: Any = None  # the kernel that multiplies few tokens, or None
 
     def finish(self) -> None:
-        """Make the kernel for one token."""
+        """Make the kernel for few tokens."""
         from minivllm.device.kernels.products import Product
 
         self.row = Product(self.whole, None)
@@ -41,6 +41,13 @@ class ExtendedProduct:
         """Call ``renew``, with which the owner of the rows writes them again."""
         if self.renew is not None:
             self.renew()
+
+    def fits(self, x: Tensor) -> bool:
+        return self.row is not None and self.row.fits(x)
+
+    def divided(self, x: Tensor, squares: Tensor, eps: float) -> Tensor:
+        y: Tensor = self.row(x, squares, eps)[0]
+        return y
 
     def extends(self, product: Callable[[Tensor], Tensor]) -> bool:
         scheme = getattr(product, "__self__", None)

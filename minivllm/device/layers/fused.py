@@ -124,6 +124,14 @@ class _Pair:
             return None
         return kernel
 
+    def divides_adapted(self, x: Tensor | Rounded) -> bool:
+        """Return whether a step with adapters computes the product of x [T, in], a row of which must still be divided
+        by its root mean square."""
+        linear = self.linear
+        if isinstance(x, Rounded) or not self.fuse or linear.bias is not None or not linear.adapted:
+            return False
+        return linear.adapter.divides(linear.scheme.apply, x)
+
     def rounds(self, rows: int) -> torch.dtype | None:
         """Return the 8-bit dtype to which the product's input is quantized for ``rows`` rows; None means no
         quantization."""
@@ -148,6 +156,9 @@ class NormedLinear(_Pair):
 
     def __call__(self, h: Normed) -> Tensor:
         kernel = self.kernel(h.x)
+        if kernel is None and h.squares is not None and self.divides_adapted(h.x):
+            linear = self.linear
+            return linear.adapter.divided(linear.scheme.apply, h.x, h.squares, h.eps)
         if kernel is None:
             return self.product(h.finished())
         y, _ = kernel(h.x, h.squares, h.eps)
@@ -211,6 +222,8 @@ class GatedLinear(_Pair):
             return GatedRow(y, tops)
         linear = self.linear
         if linear.adapted:
+            if h.squares is not None and self.divides_adapted(h.x):
+                return linear.adapter.divided(linear.scheme.apply, h.x, h.squares, h.eps, self.activation)
             gated = self._with_adapters(h)
             if gated is not None:
                 return gated
@@ -305,8 +318,25 @@ class LinearNorm(_Pair):
         row, known = row_of(x)
         kernel = self.kernel(row)
         if kernel is None:
+            added = self._added(row, residual)
+            if added is not None:
+                return added
             return self._normed(self.branch(row), residual)
         y, squares = kernel(row, residual=residual, norm=self.norm.weight, **known)
+        return Normed(y, squares, self.norm.eps), residual
+
+    def _added(self, x: Tensor | Rounded, residual: Tensor) -> NextInput | None:
+        """Return the results of a call in a step with adapters, if the kernel that adds their products also adds to
+        the residual stream and the next product divides by the root mean square; else None."""
+        linear = self.linear
+        if isinstance(x, Rounded) or not self.fuse or linear.bias is not None or not linear.adapted:
+            return None
+        if self.follower is None or not self.follower.divides_adapted(residual):
+            return None
+        found = linear.adapter.added(linear.scheme.apply, x, residual, self.norm.weight)
+        if found is None:
+            return None
+        y, squares = found
         return Normed(y, squares, self.norm.eps), residual
 
     def _summed(self, part: Tensor, residual: Tensor) -> NextInput:

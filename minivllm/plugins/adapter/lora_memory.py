@@ -151,6 +151,35 @@ class LinearAdapter:
             self.memory.ahead = Ahead(following, out, ahead)
         return out
 
+    def divides(self, product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+        """Return whether ``divided`` computes the changed product of x [T, in]."""
+        extended = self._extending(product)
+        return extended is not None and extended.fits(x)
+
+    def divided(
+        self, product: Callable[[Tensor], Tensor], x: Tensor, squares: Tensor, eps: float, activation: str | None
+    ) -> Tensor:
+        """Return the changed product as ``LayerAdapters.divided``, where ``divides`` holds."""
+        extended = self._extending(product)
+        assert extended is not None
+        y = extended.divided(x, squares, eps)
+        from .triton_extended import expand_behind, gate_behind
+
+        if activation is None:
+            return expand_behind(self.kernel, y, self.memory.groups)
+        return gate_behind(self.kernel, y, activation, self.memory.groups)
+
+    def added(
+        self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Add the changed product to ``residual`` as ``LayerAdapters.added``."""
+        extended = self._extending(product)
+        if extended is None:
+            return None
+        from .triton_extended import add_behind
+
+        return add_behind(self.kernel, extended(x), residual, weight, self.memory.groups)
+
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         """Add the products of the adapters for x [T, in] to y [T, out] in place without kernels, and return y."""
         for adapter, index in self.memory.groups:

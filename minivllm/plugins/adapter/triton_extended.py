@@ -38,10 +38,12 @@ def _of_tile(rows, sizes, places, ranks, tile, layers, BT: tl.constexpr):
 
 @kernel("sizes", "places", "ranks", "layers")
 def _expand(
-    x, b, rows, sizes, places, ranks, blocks, y, x_row, y_row, b_place, layers,
+    x, b, rows, sizes, places, ranks, blocks, y, residual, norm, squares, x_row, y_row, b_place, layers,
     OUT: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    UNIT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    UNIT: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Add the products of the adapters to those of the weight.  With ADD the sum is added to ``residual`` [T, OUT], y
+    is the new residual times ``norm``, and ``squares`` f32 [T, blocks] are its sums of squares."""
     block, tile = tl.program_id(0), tl.program_id(1)
     part = tl.load(blocks + 3 * block)
     # the factor proves to the compiler that outputs can be read and written 16 bytes at a time
@@ -61,6 +63,16 @@ def _expand(
     ws = tl.load(ws, mask=(r < rank)[None, :] & (n < stop)[:, None], other=0.0)
     added = tl.dot(inner, tl.trans(ws), input_precision=PRECISION)
     value = tl.where(rank > 0, (old.to(tl.float32) + added).to(y.dtype.element_ty), old)
+    if ADD:
+        # rounded as by two kernels, first the product and then the sum; the squares are those of the rounded sum
+        at = residual + tl.cast(t, tl.int64)[:, None] * OUT + n[None, :]
+        value = (value + tl.load(at, mask=there, other=0.0)).to(y.dtype.element_ty)
+        tl.store(at, value, mask=there)
+        wide = value.to(tl.float32)
+        total = tl.sum(tl.where(there, wide * wide, 0.0), 1)
+        tl.store(squares + t * tl.num_programs(0) + block, total, mask=used)
+        by = tl.load(norm + n, mask=n < stop, other=0.0).to(tl.float32)
+        value = (wide * by[None, :]).to(y.dtype.element_ty)
     tl.store(y + tl.cast(t, tl.int64)[:, None] * y_row + n[None, :], value, mask=there)
 
 
@@ -97,15 +109,41 @@ def _gate(
 
 def expand_behind(of: LoraProduct, x: Tensor, groups: TokenGroups) -> Tensor:
     """Return the changed product [T, out] of a layer, for x [T, out + n] of ``ExtendedWeight``."""
+    return _launch(of, x, groups)
+
+
+def add_behind(
+    of: LoraProduct, x: Tensor, residual: Tensor, norm: Tensor, groups: TokenGroups
+) -> tuple[Tensor, Tensor]:
+    """Add the changed product of a layer to ``residual`` [T, out] in place, for x [T, out + n] of ``ExtendedWeight``.
+
+    Return the new residual times ``norm`` [out], and its sums of squares f32 [T, parts]."""
+    parts = len(of.blocks[of.block])
+    squares = torch.empty((len(x), parts), dtype=torch.float32, device=x.device)
+    y = _launch(of, x, groups, residual, norm, squares)
+    return y, squares
+
+
+def _launch(
+    of: LoraProduct,
+    x: Tensor,
+    groups: TokenGroups,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    squares: Tensor | None = None,
+) -> Tensor:
     tiles, tile = groups.rows.shape
     tokens = x.shape[0]
     outputs = of.b.shape[1]
     y = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
+    # the kernel does not read absent tensors
+    added = [y if one is None else one for one in (residual, norm, squares)]
     blocks = of.blocks[of.block]
-    options = {"OUT": outputs, "BT": tile, "BN": of.block, "UNIT": of.unit, "num_warps": 4}
+    options = {"OUT": outputs, "BT": tile, "BN": of.block, "UNIT": of.unit}
+    options |= {"ADD": residual is not None, "num_warps": 4}
     strides = x.stride(0), y.stride(0), of.b.stride(0), groups.ranks.stride(0)
     launch = _expand[(len(blocks), tiles)]
-    launch(x, of.b, *of.of_tiles(groups), blocks, y, *strides, **of.shape, **options, **pdl(y))
+    launch(x, of.b, *of.of_tiles(groups), blocks, y, *added, *strides, **of.shape, **options, **pdl(y))
     return y
 
 
