@@ -15,7 +15,7 @@ import minivllm
 from minivllm import LLM
 from minivllm.device.loading import numbers
 from minivllm.device.loading.hf_config import open_checkpoint
-from minivllm.device.loading.numbers import LIMITS, ROPE, ROPE_LIMITS, Whole
+from minivllm.device.loading.numbers import LIMITS, ROPE, ROPE_LIMITS, Real, Whole
 from minivllm.device.worker import build
 from minivllm.errors import ModelError, ResourceError
 from minivllm.testing.tiny import tiny_dir
@@ -25,7 +25,7 @@ CONFIG = {**json.loads((DRAFT / "config.json").read_text()), "use_sliding_window
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "num_kvcache_blocks": 16}
 COUNTS = [key for key, limit in LIMITS.items() if isinstance(limit, Whole)]
 IDS = ["bos_token_id", "eos_token_id"]
-REALS = ["rms_norm_eps", "rope_theta", "partial_rotary_factor"]
+REALS = [key for key, limit in LIMITS.items() if isinstance(limit, Real) and not key.startswith("swiglu")]
 
 never = st.one_of(  # no number of a model is any of these
     st.booleans(),

@@ -151,6 +151,7 @@ LIMITS: Mapping[str, Whole | Real | Ids | Dtype] = {
     "attention_multiplier": SCALE,
     "embedding_multiplier": SCALE,
     "residual_multiplier": SCALE,
+    "block_ffn_dim_multiplier": SCALE,
     "rope_local_base_freq": SCALE,
     "rope_theta": SCALE,
     "partial_rotary_factor": FRACTION,
