@@ -35,6 +35,7 @@ from triton.runtime.jit import JITFunction
 import minivllm
 
 THREADS = 16  # largest number of threads that compile kernels
+_THREAD = threading.local()
 aten = torch.ops.aten
 # operations of torch that allocate memory and leave its content undefined
 _EMPTY = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
@@ -54,6 +55,11 @@ _CONSTANT_OVERLOADS = (aten.fill_.Scalar,)
 def blank(x: torch.Tensor) -> torch.Tensor:
     """Fill a new tensor, whose content is undefined, with zeros, and return it."""
     return x.zero_()
+
+
+def rehearsing() -> bool:
+    """Return whether this thread rehearses, so that results of kernels are not real."""
+    return getattr(_THREAD, "rehearses", False)
 
 
 class ShapesOnly(TorchDispatchMode):
@@ -180,8 +186,12 @@ class CompileAhead:
         Return their compilations.  A ``run`` that reads results on the host raises an error of torch, as does an
         operation whose shape depends on the content of tensors."""
         self._found = {}
-        with ShapesOnly() as shapes, self._collecting(shapes):
-            run()
+        _THREAD.rehearses = True
+        try:
+            with ShapesOnly() as shapes, self._collecting(shapes):
+                run()
+        finally:
+            _THREAD.rehearses = False
         return list(self._found.values())
 
     def wait(self, jobs: Sequence[Future[None]]) -> None:

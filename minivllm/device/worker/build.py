@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -360,6 +361,9 @@ def _load(
 
 
 def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> None:
+    if wiring.cache.num_kvcache_blocks == 0 and not worker.own_models and worker.target_states is None:
+        # threads compile the kernels of the trial step while the attention back end tries its own kernels
+        worker.rehearsals.begin(partial(_early_step, worker, wiring, fmt))
     layouts = layouts_of(worker.backend, parts.layers, fmt, wiring.block)
     worker.notes += getattr(worker.backend, "notes", ())  # attention back ends of an older interface have no notes
     worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
@@ -466,6 +470,20 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
     if wiring.cache.stores:
         reserved += 2 * staging_bytes(total)
     return int(free - reserved - 1.2 * activations)
+
+
+def _early_step(worker: Worker, wiring: Wiring, fmt: Any) -> None:
+    """Run the trial step in a rehearsal, with caches of one block, before the attention back end has tried its
+    kernels."""
+    backend: Any = worker.backend
+    notes = list(getattr(backend, "notes", ()))
+    try:
+        layouts = layouts_of(backend, worker.parts.layers, fmt, wiring.block)
+        _allocate(worker, worker.parts, layouts, [1] * len(worker.groups))
+        _trial_step(worker, wiring)
+    finally:
+        if notes != list(getattr(backend, "notes", ())):
+            backend.notes[:] = notes  # those of the rehearsal are not true
 
 
 def _trial_step(worker: Worker, wiring: Wiring) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minivllm.core.external_calls import as_exception
 from minivllm.core.interfaces.attention import AttnLayer, AttnSpec
+from minivllm.device.kernels.ahead import rehearsing
 from minivllm.errors import describe_error
 
 from . import triton_prefill
@@ -34,8 +35,9 @@ def disagreement(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.d
     """Return why the Hopper kernel must not be used for layers of this shape, "" if it agrees with ``triton_prefill``.
 
     ``dtype`` is that of queries, keys and values.  The call waits for the device.  Only agreement is remembered,
-    because a failure may be a lack of memory that passes."""
-    if (spec, dtype, block, device) in AGREED:
+    because a failure may be a lack of memory that passes.  In a rehearsal nothing is computed, and the result is "".
+    """
+    if rehearsing() or (spec, dtype, block, device) in AGREED:
         return ""
     try:
         with torch.inference_mode():

@@ -38,6 +38,7 @@ from minivllm.plugins.attention.triton_backend import Triton  # noqa: E402
 from minivllm.plugins.processor import triton_penalties  # noqa: E402
 from minivllm.plugins.processor.penalties import Penalties  # noqa: E402
 from minivllm.plugins.sampler.default import DefaultSampler  # noqa: E402
+from minivllm.registry import build_part  # noqa: E402
 from minivllm.testing.tiny import tiny_dir  # noqa: E402
 
 
@@ -128,6 +129,7 @@ def main(folder: Path) -> None:
     ahead.blank = poison
     DefaultSampler.draw = DefaultSampler._draw_fused  # type: ignore[method-assign]
     Penalties.apply = penalized  # type: ignore[method-assign]
+    build.synchronize = lambda: None
     runner.has_kernels = build.has_kernels = lambda wiring: True
     graphs.GraphRecorder, graphs.replay_ms = Recorder, lambda graph: 1.0  # type: ignore[misc, assignment]
     graphs.Graphs._draw_once = lambda self, variant: None  # type: ignore[method-assign]
@@ -161,6 +163,13 @@ def main(folder: Path) -> None:
         for before, now in zip(columns, (state.tokens, state.known, state.table), strict=True):
             assert torch.equal(before, now)
         assert all((slots == steps.spare).all() for slots in (b.slots for b in steps.buffers.values()))
+        worker, wiring = worker_runner.worker, worker_runner.wiring
+        notes, caches = list(worker.backend.notes), worker.caches
+        fmt = build_part("kvformat", wiring.parts["kvformat"])
+        disagreed = set(worker.backend.unfit)
+        assert notes and disagreed and made[0].rehearse(partial(build._early_step, worker, wiring, fmt))
+        assert worker.backend.notes == notes and worker.backend.unfit == disagreed
+        worker.caches = caches
         calls = made[0].pool.calls
         assert len(calls) == len(made[0].jobs)
         print(*sorted(made[0].names))
