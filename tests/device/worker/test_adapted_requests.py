@@ -211,10 +211,10 @@ def test_several_sequences_of_a_request_leave_host_memory_to_another_adapter(mad
         llm.engine.settle()
         while len(running := llm.engine.slots.running):
             llm.engine.planner.preempt(int(running[0]))
-        for _ in range(3000):
-            if not llm.engine.requests:
-                break
-            llm.engine.step()
+        until = time.monotonic() + 120  # a thread loads the adapter, and may run seldom on a busy machine
+        while llm.engine.requests and time.monotonic() < until:
+            if not llm.engine.step():
+                time.sleep(llm.engine.idle())
         assert not llm.engine.requests, llm.stats()["adapters"]
         assert [list(second)[-1].finish_reason, list(first)[-1].finish_reason] == ["length"] * 2
         llm.engine.check()
