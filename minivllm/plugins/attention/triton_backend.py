@@ -32,6 +32,7 @@ from .hopper_check import disagreement
 from .hopper_choice import LINES, Variant, choose, kernel_module, refusal
 from .triton_decode import DecodeWork, deal, decode, in_float32
 from .triton_fixed import attend as attend_fixed
+from .triton_fixed_check import short_lines_agree
 from .triton_prefill import Tiles, make_tiles, prefill, tile_lines, tiles_on_device, tokens_ahead
 from .triton_shared import FEWEST_ROWS, SharedWork, attend_shared, find_shared
 from .triton_widen import pays, widened
@@ -58,6 +59,8 @@ class Triton(AttentionBackend):
         super().__init__(options, ctx)
         # layers of these shapes do not use the Hopper kernel, since it gave different results when the engine started
         self.unfit: set[AttnSpec] = set()
+        # layers of these shapes have tiles of few lines for single tokens, with the bits of other tiles
+        self.short: set[AttnSpec] = set()
         wanted = "auto" if options is None else options.shared_prefixes
         if wanted != "off" and not ctx.batch_invariant:
             self.shares_from = SAVES_FROM if wanted == "auto" else 1
@@ -74,6 +77,11 @@ class Triton(AttentionBackend):
                     f"triton: KV tensor {name!r} is {t.shape}: expected {want.get(name, 'no such tensor')}"
                 )
         self._note_kernel(spec, layout.tensors["k"].dtype, block)
+        device = torch.device(self.ctx.device)
+        if self.ctx.batch_invariant and capability(device) >= 9:
+            dtype = getattr(torch, self.ctx.dtype)
+            if short_lines_agree(spec, dtype, layout, FIXED_LINES, device):
+                self.short.add(spec)
         return layout
 
     def _note_kernel(self, spec: AttnSpec, kv_dtype: str, block: int) -> None:
@@ -133,8 +141,9 @@ class Triton(AttentionBackend):
             single = captured.kind == "decode"
             if captured.kind == "eager":
                 single = int(meta.host_q_len.max()) == 1
-            tiles = self._fixed_tiles(meta, layer.spec, q)
-            attend_fixed(layer, q, meta, out, lse, tiles, single)
+            tiles, known = self._fixed_tiles(meta, layer.spec, q)
+            attend_fixed(layer, q, meta, out, lse, tiles, single, known, layer.spec in self.short)
+            meta.work["settled"] = True  # later layers may read the inputs of the step without waiting
             return
         rows, mixed = meta.decode_rows, captured.kind == "mixed"
         if rows:
@@ -300,20 +309,22 @@ class Triton(AttentionBackend):
         rows, tokens, counts = moved.tensor_split([n, 2 * n])
         return Tiles(rows, tokens, lines, counts)
 
-    def _fixed_tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> Tiles:
-        """Return tiles of ``FIXED_LINES`` lines over all rows, including rows of one token."""
+    def _fixed_tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> tuple[Tiles, bool]:
+        """Return tiles of ``FIXED_LINES`` lines over all rows, including rows of one token, and whether an earlier
+        layer had the same tiles."""
         tokens = FIXED_LINES // (spec.heads // spec.kv_heads)
         captured = meta.work.get("key", EAGER)
         key = ("fixed", tokens)
-        if key not in meta.work and captured.kind == "eager":
+        known = key in meta.work
+        if not known and captured.kind == "eager":
             tiles = make_tiles(meta.host_q_len, meta.host_kv_len[0], 0, tokens)
             packed = torch.from_numpy(np.stack(tiles))
             row, token = packed.to(q.device, non_blocking=True)
             meta.work[key] = row, token
-        elif key not in meta.work:
+        elif not known:
             most = captured.rows
             if captured.kind != "decode":
                 most += captured.tokens // tokens
             meta.work[key] = tiles_on_device(meta.q_len, meta.kv_len[0], most, tokens, least=1)
         row, token = meta.work[key]
-        return Tiles(row, token, FIXED_LINES)
+        return Tiles(row, token, FIXED_LINES), known

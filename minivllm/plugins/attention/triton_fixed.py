@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
-from minivllm.device.kernels.launch import cdiv, kernel, pdl, power, wait
+from minivllm.device.kernels.launch import cdiv, kernel, pdl, power, release, settle
 
 from .triton_decode import (
     LOG2E,
@@ -39,7 +39,10 @@ from .triton_decode import (
 )
 from .triton_prefill import KEYS, Tiles, by_tma, inputs_of, load_scales, load_tile, see
 
-PART = 256  # keys
+PART = 128  # keys
+SHORT_LINES = 16  # least number of lines of a tile if each row has one token; 16 of them are a warp's
+SHORT_STAGES = 2, 3  # tiles of keys that are loaded at the same time by programs that share a row, and by others
+AT_ONCE = tl.constexpr(8)  # number of parts whose sums are loaded together
 PROGRAMS = 264  # number of programs among which few tiles are divided: two for each multiprocessor of an H200
 MOST_PROGRAMS = 32  # largest number of programs of one tile and KV head
 MOST_BYTES = 64 << 20  # of stored sums
@@ -79,17 +82,23 @@ def _attend(
     DVP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, LSE: tl.constexpr,
     STAGES: tl.constexpr, IEEE: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr, EACH: tl.constexpr,
-    LINES: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, STORE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the attention of a tile, or with STORE of a share of its parts.  A part has EACH tiles of N keys.
 
     Sums are stored for LINES lines of a tile and KV head: M of them, or G if each tile has one token.  No row has more
-    than ``most`` parts, except rows that have ended, whose results are dropped.
+    than ``most`` parts, except rows that have ended, whose results are dropped.  EARLY means that an earlier layer used
+    the same tiles, which are then loaded before q is ready.
     """
-    wait(PDL)
+    # Wait before the release: ``_join`` and later layers load the tiles without a wait of their own.
+    if not EARLY:
+        settle(PDL)
+    release(PDL)
     tile, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_row + tile)
     if row < 0:
+        if EARLY:
+            settle(PDL)
         return
     begin, after = tl.load(cu_q + row), tl.load(cu_q + row + 1)
     length = tl.load(kv_len + row)
@@ -117,10 +126,16 @@ def _attend(
         first = tl.maximum(first, begin_part * EACH)
         stop = tl.minimum(stop, tl.minimum(begin_part + share, most) * EACH)
         if first >= stop:
+            if EARLY:
+                settle(PDL)
             return
     slope = scale
     if SLOPES:
         slope = tl.load(slopes + heads, mask=real, other=0.0) * LOG2E
+    last = tl.maximum(length - 1, 0)
+    page = page_of(blocks, first * N, on, last, BLOCK, N)
+    if EARLY:
+        settle(PDL)
     q_at = q + (begin + mine).to(tl.int64)[:, None] * q_stride + heads[:, None] * D + od[None, :]
     queries = tl.load(q_at, mask=real[:, None] & (od < D)[None, :], other=0.0)  # [M, DP]
     lines = ((tile * KH + head) * LINES + om) * most  # of stored sums
@@ -128,12 +143,10 @@ def _attend(
     m = tl.full([M], NEVER, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
-    last = tl.maximum(length - 1, 0)
     masked = tl.minimum(tl.maximum(whole, first), stop)  # the first tile that needs a mask
     part_m = tl.full([M], NEVER, tl.float32)
     part_total = tl.zeros([M], tl.float32)
     part_acc = tl.zeros([M, DVP], tl.float32)
-    page = page_of(blocks, first * N, on, last, BLOCK, N)
     # One loop for all parts, because the first loads of a separate loop are not hidden.
     for j in tl.range(first, masked, num_stages=STAGES):
         key = j * N + on
@@ -186,13 +199,15 @@ def _join(
     LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the stored sums of a tile and KV head, and finish its L >= LINES lines."""
-    wait(PDL)
+    release(PDL)
     tile, head, om = tl.program_id(0), tl.program_id(1), tl.arange(0, L)
     row = tl.load(tile_row + tile)
     if row < 0:
+        settle(PDL)
         return
     begin, after = tl.load(cu_q + row), tl.load(cu_q + row + 1)
     length, token = tl.load(kv_len + row), tl.load(tile_token + tile)
+    settle(PDL)
     mine = token + om // G
     real = (om // G < TOKENS) & (mine < after - begin) & (om < LINES)
     low = length - (after - begin) + token
@@ -204,13 +219,17 @@ def _join(
     m = tl.full([L], NEVER, tl.float32)
     total = tl.zeros([L], tl.float32)
     acc = tl.zeros([L, DVP], tl.float32)
-    for part in tl.range(first, tl.minimum((end + N * EACH - 1) // (N * EACH), most)):
-        at = (lines + part).to(tl.int64)
-        part_m = tl.load(norms + at * 2, mask=real, other=NEVER)
-        part_total = tl.load(norms + at * 2 + 1, mask=real, other=0.0)
-        inside = real[:, None] & (ov < DV)[None, :]
-        part_acc = tl.load(sums + at[:, None] * DV + ov[None, :], mask=inside, other=0.0)
-        m, total, acc = _merge(m, total, acc, part_m, part_total, part_acc)
+    stop = tl.minimum((end + N * EACH - 1) // (N * EACH), most)
+    for begin_part in tl.range(first, stop, AT_ONCE):
+        for nth in tl.static_range(AT_ONCE):  # their loads do not wait for each other
+            part = begin_part + nth
+            on = real & (part < stop)  # the sums of a part that does not exist are 0, which changes no bit
+            at = (lines + part).to(tl.int64)
+            part_m = tl.load(norms + at * 2, mask=on, other=NEVER)
+            part_total = tl.load(norms + at * 2 + 1, mask=on, other=0.0)
+            inside = on[:, None] & (ov < DV)[None, :]
+            part_acc = tl.load(sums + at[:, None] * DV + ov[None, :], mask=inside, other=0.0)
+            m, total, acc = _merge(m, total, acc, part_m, part_total, part_acc)
     finish(acc, m, total, (begin + mine) * (KH * G) + heads, real, heads, sinks, out, lse, DV, DVP, SINKS, LSE, True)
 
 
@@ -244,17 +263,44 @@ def _parts(meta: AttnMeta, layer: AttnLayer, tiles: int, lines: int, device: tor
     return found
 
 
+def short_lines(spec: AttnSpec) -> int:
+    """Return the number of lines of a tile that has one token, with all query heads of a KV head."""
+    return max(SHORT_LINES, power(spec.heads // spec.kv_heads))
+
+
+def _warps_and_stages(spec: AttnSpec, lines: int, exact: bool, short: bool, programs: int) -> tuple[int, int]:
+    """Return the warps of a program, and the tiles of keys that it loads at the same time.
+
+    With ``exact``, products are in float32.  ``short`` means that a tile has few ``lines``, and ``programs`` share it.
+    """
+    if short:
+        return lines // 16, SHORT_STAGES[programs == 1]
+    return 4, 3 if not exact and spec.dim_qk <= 128 else 2
+
+
 def attend(
-    layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, tiles: Tiles, single: bool
+    layer: AttnLayer,
+    q: Tensor,
+    meta: AttnMeta,
+    out: Tensor,
+    lse: Tensor | None,
+    tiles: Tiles,
+    single: bool,
+    early: bool = False,
+    short: bool = False,
 ) -> None:
     """Compute the outputs [T, heads, DV] of the rows in ``tiles`` from q [T, heads, D].
 
-    ``single`` means that each row of the step has at most one token."""
+    ``single`` means that each row of the step has at most one token.  ``early`` means that an earlier layer used the
+    same ``tiles``.  ``short`` means that single tokens have tiles of fewer lines, with ``short_lines_agree``."""
     spec = layer.spec
     row, token, lines, _ = tiles
     group = spec.heads // spec.kv_heads
-    k, v = keys_and_values(layer)
     exact = in_float32(q)
+    short = short and single
+    if short:
+        lines = short_lines(spec)
+    k, v = keys_and_values(layer)
     scaled = "k_scale" in layer.cache
     tma = not scaled and by_tma(spec, k.dtype, q.device, meta.block)
     stored = group if single else lines
@@ -264,6 +310,7 @@ def attend(
     norms = out if lse is None else lse  # the kernels do not write absent tensors
     ends = (parts.sums, parts.norms, out, norms)
     of_row = (meta.kv_len[layer.group], meta.cu_q, row, token)
+    warps, stages = _warps_and_stages(spec, lines, exact, short, parts.programs)
     common = pdl(q)
     common["N"] = KEYS
     common["TOKENS"] = lines // group
@@ -272,22 +319,22 @@ def attend(
     common["LSE"] = lse is not None
     common["EACH"] = PART // KEYS
     common["LINES"] = stored
-    common["num_warps"] = 4
+    common["num_warps"] = warps
     common["enable_fp_fusion"] = False
     constants = layer_constants(spec) | common
     constants["VS"] = v.shape[-1]
     constants["BLOCK"] = meta.block
     constants["M"] = lines
-    constants["STAGES"] = 3 if not exact and spec.dim_qk <= 128 else 2
+    constants["STAGES"] = stages
     constants["IEEE"] = exact
     constants["TMA"] = tma
     constants["SCALED"] = scaled
     constants["STORE"] = parts.programs > 1
+    constants["EARLY"] = early
     inputs = inputs_of(layer, q, meta, tma)
     grid = (len(row), spec.kv_heads, parts.programs)
-    most = parts.most
-    _attend[grid](*inputs, *of_row, sinks, slopes, *ends, *numbers_of(layer, q, meta), most, **constants)
+    _attend[grid](*inputs, *of_row, sinks, slopes, *ends, *numbers_of(layer, q, meta), parts.most, **constants)
     if parts.programs > 1:
-        of_tile = grid[:2]
         common["L"] = power(stored)
-        _join[of_tile](*of_row, sinks, *ends, most, **head_sizes(spec), **common)
+        common["num_warps"] = 4
+        _join[grid[:2]](*of_row, sinks, *ends, parts.most, **head_sizes(spec), **common)
