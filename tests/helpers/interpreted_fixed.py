@@ -14,11 +14,19 @@ import torch
 from triton.runtime import interpreter
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
-from minivllm.device.kernels import activation, fixed_products
-from minivllm.device.kernels.fixed_products import FixedGate, FixedProduct, ProductTile
+from minivllm.core.interfaces.decoder import Norm
+from minivllm.core.interfaces.kvformat import KVLayout, TensorSpec
+from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.device.kernels import activation, fixed_products, fixed_rows
+from minivllm.device.kernels.fixed_products import FixedProduct, ProductTile
+from minivllm.device.kernels.fixed_rows import Addition, FixedJoined, FixedLinear, FixedRow
+from minivllm.device.kernels.norm import add_rms_norm
+from minivllm.device.layers.fused import GatedLinear, LinearNorm, NormedLinear
+from minivllm.device.layers.linear import Dense, Linear
+from minivllm.device.layers.norm import RMSNorm
 from minivllm.device.layers.rotary import prepare_qk
 from minivllm.errors import ModelError
-from minivllm.plugins.attention import triton_fixed
+from minivllm.plugins.attention import triton_fixed, triton_fixed_check
 from minivllm.plugins.attention.triton_backend import Triton
 from minivllm.plugins.kvformat.plain import Fp32
 from minivllm.testing.attention_world import make_meta
@@ -37,8 +45,8 @@ TILES = (
 def tensor_core(monkeypatch):
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         left, right, acc = a.data.astype(np.float64), b.data.astype(np.float64), d.data.astype(np.float32)
-        for k in range(0, left.shape[1], 16):
-            acc = (acc.astype(np.float64) + left[:, k : k + 16] @ right[k : k + 16]).astype(np.float32)
+        for k in range(0, left.shape[-1], 16):
+            acc = (acc.astype(np.float64) + left[..., k : k + 16] @ right[..., k : k + 16, :]).astype(np.float32)
         return interpreter.TensorHandle(acc, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
@@ -71,7 +79,7 @@ def test_every_tile_gives_a_row_the_same_bits(n, k, leaves):
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 def test_a_gated_product_has_the_bits_of_the_product_and_the_gate(kind):
     x, w = torch.randn(21, 96).half(), torch.randn(2 * 40, 96).half()
-    gate = FixedGate(w, kind)
+    gate = FixedJoined(FixedLinear(w, 1, kind))
     want = activation.gate_mul(FixedProduct(w)(x), activation=kind)
     for part in (slice(0, 21), slice(0, 1), slice(5, 20)):
         assert gate.fits(x[part])
@@ -79,11 +87,107 @@ def test_a_gated_product_has_the_bits_of_the_product_and_the_gate(kind):
         assert torch.equal(got, want[part]) and squares is None
 
 
+@pytest.mark.usefixtures("tensor_core")
+@pytest.mark.parametrize(("n", "k", "leaves", "kind"), [(128, 256, 1, None), (192, 512, 8, None), (64, 128, 1, "silu")])
+def test_the_kernel_of_one_row_has_the_bits_of_the_tiles(n, k, leaves, kind):
+    torch.manual_seed(n)
+    x, w = torch.randn(20, k), torch.randn(n if kind is None else 2 * n, k)
+    product = FixedProduct(w, leaves, kind)
+    row = FixedRow(product)
+    want = product(x)
+    for i in (0, 7, 19):
+        assert torch.equal(row(x[i : i + 1]), want[i : i + 1])
+        assert not row.arrived.any()
+    near(want[:1], activation.gate_mul(x[:1] @ w.t()) if kind else x[:1] @ w.t(), 1e-3)
+    linear = FixedLinear(w, leaves, kind)
+    assert linear.row is not None and torch.equal(linear(x[3:4]), want[3:4]) and torch.equal(linear(x), want)
+
+
+@pytest.mark.usefixtures("tensor_core")
+@pytest.mark.parametrize("kind", [None, "silu"])
+def test_the_kernel_of_one_row_computes_the_addition_and_the_norm_before_the_product(kind):
+    x, residual, norm = torch.randn(1, 256), torch.randn(1, 256) * 9, torch.rand(256)
+    w = torch.randn(128, 256)
+    joined = FixedJoined(FixedLinear(w, 1, kind))
+    assert joined.fits(x) and joined.adds(x) and not joined.adds(x.expand(2, 256))
+    stream = torch.full_like(x, torch.nan)
+    got, _ = joined(x, before=Addition(residual, stream, norm, 1e-6))
+    normed, total = add_rms_norm(x, residual.clone(), norm, 1e-6)
+    want, _ = joined(normed)
+    assert torch.equal(stream, total) and torch.equal(got, want)
+
+
+def linear_layer(name, inputs, parts, split=None):
+    info = ModuleInfo(name, "linear", inputs, parts, "float32", "cpu", split=split)
+    scheme = Dense(info, invariant=True)
+    scheme.weight.normal_()
+    leaves = fixed_products.leaves_of(inputs) if split == "row" else 1
+    scheme.fixed = FixedLinear(scheme.weight, leaves)
+    return Linear(info, scheme)
+
+
+@pytest.mark.usefixtures("tensor_core")
+def test_a_row_alone_has_the_bits_of_a_row_among_others_in_each_layer_and_in_the_residual_stream(monkeypatch):
+    torch.manual_seed(2)
+    norms = [RMSNorm("norm", 128, Norm(1e-6), torch.float32, "cpu", fuse=True) for _ in range(2)]
+    for norm in norms:
+        norm.weight.uniform_(0.5, 2.0)
+    o = LinearNorm(linear_layer("o", 256, (("", 128),), "row"), norms[0], False, False)
+    both = linear_layer("gate_up", 128, (("gate", 192), ("up", 192)))
+    up = GatedLinear(both, activation.gate_mul, True)
+    down = LinearNorm(linear_layer("down", 192, (("", 128),), "row"), norms[1], False, False)
+    qkv = NormedLinear(linear_layer("qkv", 128, (("", 320),)), True)
+    o.follow(up)
+    up.follow(down)
+    down.follow(qkv)
+
+    def layer(x, residual, watched=False):
+        """Return q, k and v of the next layer and the residual stream, and whether additions were joined."""
+        h, stream = o(x, residual)
+        joined = h.before is not None
+        h, stream = down(up(h), stream)
+        joined &= h.before is not None
+        if watched:
+            h = h.added()
+            before = stream.clone()
+            assert h.before is None
+        result = qkv(h)
+        assert not watched or torch.equal(before, stream)
+        return result, stream, joined
+
+    x, residual = torch.randn(3, 256), torch.randn(3, 128) * 5
+    want, total, joined = layer(x, residual.clone())
+    assert not joined
+    for i in range(3):
+        for watched in (False, True):
+            got, stream, joined = layer(x[i : i + 1], residual[i : i + 1].clone(), watched)
+            assert joined and torch.equal(got, want[i : i + 1]) and torch.equal(stream, total[i : i + 1])
+    both.adapter = SimpleNamespace(on=True)  # its product depends on adapters, so the norm is separate
+    h, _ = o(x[:1], residual[:1].clone())
+    assert h.before is None
+
+
+def test_weights_of_other_sizes_have_no_kernel_of_one_row():
+    def chunk(n, k, leaves=1):
+        return fixed_rows.chunk_of(FixedProduct(torch.empty(n, k, dtype=torch.float16), leaves, check=False))
+
+    assert chunk(4096, 1024) == 1024 and chunk(1024, 3072, 8) == 128 and chunk(1024, 2048, 8) == 256
+    assert (
+        chunk(128, 768)
+        == chunk(128, 2048)
+        == chunk(100, 1024)
+        == chunk(128, 8 * 768, 8)
+        == chunk(64 * 133, 1024)
+        == chunk(128, 512, 4)
+        == 0
+    )
+
+
 def test_the_order_of_sums_depends_on_the_inputs_of_the_whole_layer():
     assert [fixed_products.leaves_of(k) for k in (2048, 3072, 14336, 9728, 1344, 200)] == [8, 8, 8, 8, 1, 1]
     for shape, leaves in (((1024, 2048), 8), ((4096, 14336), 8), ((6144, 1024), 1)):
         tiles = fixed_products.tiles_of(shape[0], shape[1] // leaves, leaves, False, False)
-        assert [most for most, _ in tiles] == [16, 32, 64, 512, 0]
+        assert [most for most, _ in tiles] == [16, 32, 64, 256, 512, 0]
         for most, tile in tiles:
             assert leaves == 1 or shape[1] // leaves % tile.inputs == 0
             assert tile.outputs % 64 == 0  # the weight's side of a Hopper's instruction
@@ -169,10 +273,37 @@ def test_programs_that_share_a_row_give_the_bits_of_one_program(case, monkeypatc
     assert not torch.equal(attention(spec, rows, cache, sinks, None)[0], whole), "no power: parts do not matter"
 
 
+@pytest.mark.parametrize("case", ["plain", "window", "scaled"])
+def test_tiles_of_few_lines_are_used_only_if_they_have_the_bits_of_other_tiles(case, monkeypatch):
+    monkeypatch.setattr(triton_fixed_check, "PROGRAMS", 3)
+    monkeypatch.setattr(triton_fixed, "PROGRAMS", 12)
+    spec = AttnSpec(4, 2, 16, 16, window=100 if case == "window" else None, sinks=case == "window")
+    heads = (16, 2, 16)
+    tensors = {name: TensorSpec(heads, "int8" if case == "scaled" else "float32") for name in "kv"}
+    if case == "scaled":
+        tensors |= {name: TensorSpec(heads[:2], "float32") for name in ("k_scale", "v_scale")}
+    monkeypatch.setattr(triton_fixed_check, "AGREED", {})
+    given = (spec, torch.float32, KVLayout(16, tensors), 64, torch.device("cpu"))
+    calls = []
+
+    def attend(*of, short, **more):
+        calls.append(short)
+        triton_fixed.attend(*of, short=short, **more)
+        if case == "plain" and short:
+            of[3][2, 1, 3] += 1e-5
+
+    monkeypatch.setattr(triton_fixed_check, "attend", attend)
+    assert triton_fixed_check.short_lines_agree(*given) == (case != "plain")
+    assert sorted(calls) == [False, False, True, True]
+    assert triton_fixed_check.short_lines_agree(*given) == (case != "plain") and len(calls) == 4  # remembered
+    wide = AttnSpec(64, 1, 16, 16)
+    assert not triton_fixed_check.short_lines_agree(wide, *given[1:]) and len(calls) == 4
+
+
 def test_sums_of_long_rows_stay_below_the_limit_of_memory():
     spec = SimpleNamespace(kv_heads=8, dim_v=128)
     few, many = (triton_fixed.parts_of(spec, tiles, 2, 30000, torch.device("cpu")) for tiles in (1, 64))
-    assert few.programs == 32 and len(few.sums) == 8 * 2 * few.most and few.most == 118
+    assert few.programs == 32 and len(few.sums) == 8 * 2 * few.most and few.most == 235
     assert many.programs == 1 and len(many.sums) == 1
     huge = triton_fixed.parts_of(spec, 32, 64, 30000, torch.device("cpu"))
     assert huge.programs == 1

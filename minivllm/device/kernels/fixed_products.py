@@ -40,9 +40,10 @@ MOST_LEAVES = 8
 UNIT = 64  # number of inputs; a leaf has a multiple of it, so that each tile's loop over the inputs ends with the leaf
 STAGE_BYTES = 208 * 1024  # bytes of shared memory for tiles that are being loaded or multiplied
 GROUP = 8  # number of row tiles over which neighbouring programs are distributed, so that they share cached weights
-# The numbers of this file were measured on an H200 (2026-11-29, ``docs/performance.md``).
+# The numbers of this file were measured on an H200 (2026-11-30, ``docs/performance.md``).
 SPREAD_TILES = 32  # largest number of tiles with few rows for which each leaf has a program
 NARROW, WIDE = 2048, 8192  # up to NARROW outputs, tiles have fewer outputs; from WIDE outputs on, a gated tile has more
+MANY_TILES = 264  # two for each multiprocessor
 COUNTERS = 1024  # number of counters of arrived programs, one for each tile of a product with a program for each leaf
 
 
@@ -151,12 +152,14 @@ def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool, gated: bool) -> l
         return [(0, ProductTile(64, 64, 32))]
     step = 128 if leaf % 128 == 0 else 64
     spread = leaves > 1 and cdiv(outputs, 64) <= SPREAD_TILES
-    of_16 = ProductTile(16, 64, step, 4, spread)
-    of_32 = ProductTile(32, 64, step)
-    of_64 = ProductTile(64, 64, 64 if gated else step)
+    # with many tiles (a head), fewer stages let several programs run on a multiprocessor
+    stages = 3 if cdiv(outputs, 64) > MANY_TILES and not gated else 0
+    of_16 = ProductTile(16, 64, step, 4, spread, stages)
+    of_32 = ProductTile(32, 64, step, 4, False, stages)
+    of_64 = ProductTile(64, 64, 64 if gated else step, 4, False, stages)
     if gated:
-        of_512 = ProductTile(128, 64, 64, 4, False, 3)
-        many = of_512 if outputs < WIDE else ProductTile(128, 128, 64, 8)
+        of_512 = ProductTile(128, 64, 64, 4, False, 0 if outputs <= 2 * NARROW else 3)
+        many = ProductTile(128, 64, 64, 4, False, 3) if outputs < WIDE else ProductTile(128, 128, 64, 8)
     else:
         many = ProductTile(256, 128, 64, 8) if leaves > 1 else ProductTile(128, 128, 64, 8, False, 3)
         if outputs < NARROW:
@@ -164,8 +167,9 @@ def tiles_of(outputs: int, leaf: int, leaves: int, wide: bool, gated: bool) -> l
         elif leaves > 1 or outputs <= 2 * NARROW:
             of_512 = ProductTile(128, 64, 64)
         else:
-            of_512 = ProductTile(128, 128, 64, 8)
-    return [(16, of_16), (32, of_32), (64, of_64), (512, of_512), (0, many)]
+            of_512 = ProductTile(128, 128, 64, 8, False, stages)
+    of_256 = of_32 if not gated and outputs < NARROW else of_512
+    return [(16, of_16), (32, of_32), (64, of_64), (256, of_256), (512, of_512), (0, many)]
 
 
 @cache
@@ -268,18 +272,3 @@ class FixedProduct:
         grid = (rows * columns, programs)
         _fixed[grid](inputs, weight, y, scratch, self.arrived, m, **constants)
         return y
-
-
-class FixedGate:
-    """activation(gate) * up of the product of a merged weight gate | up, as ``layers.fused`` calls a joined kernel."""
-
-    def __init__(self, weight: Tensor, activation: str) -> None:
-        self.product = FixedProduct(weight, 1, activation)
-
-    def fits(self, x: Tensor) -> bool:
-        return True
-
-    def __call__(self, x: Tensor, squares: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, None]:
-        """Return the result for x [M, K] and None.  ``squares`` is None, because norms are computed fully."""
-        assert squares is None
-        return self.product(x), None

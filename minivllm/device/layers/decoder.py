@@ -125,6 +125,7 @@ class Decoder:
             run = block.run_for(points)
             h, residual = run(h, residual, step)
             if watch is not None and block.follower in watch.points:
+                h = h.added()
                 watch(block.follower, residual)
         x = h.x if taps is None else taps("norm", h.x)
         if watch is not None and "norm" in watch.points:

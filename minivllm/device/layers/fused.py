@@ -28,6 +28,8 @@ from .norm import LayerNorm, RMSNorm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from minivllm.device.kernels.fixed_rows import Addition
+
 
 ALIGNED = 16  # row lengths are rounded up to a multiple of this, so that 16-bit rows begin at multiples of 32 bytes
 
@@ -56,14 +58,33 @@ class Normed(NamedTuple):
     """The result x [T, dim] of an RMSNorm, which may still need its division.
 
     If ``squares`` float32 [T, P] is not None, x must still be divided by sqrt(sum of the row's squares / dim + eps).
-    x is Rounded only if the next product reads 8 bits (``_Pair.rounds``)."""
+    x is Rounded only if the next product reads 8 bits (``_Pair.rounds``).
+
+    If ``before`` is not None, x is not yet added to the residual stream.  The next product, or ``finished``, computes
+    the addition and the norm, and only then has ``before.stream`` the new residual stream."""
 
     x: Any  # Tensor or Rounded
     squares: Tensor | None = None
     eps: float = 0.0
+    before: Addition | None = None
+
+    def added(self) -> Normed:
+        """Return the same with the residual addition and the norm computed, so that the residual stream is
+        complete."""
+        if self.before is None:
+            return self
+        x = self.finished()
+        return Normed(x)
 
     def finished(self) -> Any:
-        """Return x [T, dim], divided by the root mean square if that was still to be done."""
+        """Return x [T, dim], added, normed and divided by the root mean square if that was still to be done."""
+        if self.before is not None:
+            from minivllm.device.kernels.norm import add_rms_norm
+
+            residual, stream, weight, eps = self.before
+            stream.copy_(residual)
+            y, _ = add_rms_norm(self.x, stream, weight, eps)
+            return y
         if self.squares is None:
             return self.x
         total = self.squares.sum(dim=1, keepdim=True)
@@ -81,6 +102,14 @@ def row_of(x: Any) -> tuple[Any, dict[str, Tensor]]:
     if isinstance(x, GatedRow):
         return x.x, {"tops": x.tops}
     return x, {}
+
+
+def addition_of(h: Normed) -> dict[str, Addition]:
+    """Return the keyword of kernels that compute the residual addition and the norm of ``h``, if these are to be
+    done."""
+    if h.before is None:
+        return {}
+    return {"before": h.before}
 
 
 class _Pair:
@@ -140,6 +169,11 @@ class _Pair:
             return None
         return wants(rows)
 
+    def adds(self, x: Tensor) -> bool:
+        """Return whether the kernel computes a residual addition and a norm before the product of x [T, in]."""
+        adds = getattr(self.kernel(x), "adds", None)
+        return adds is not None and adds(x)
+
     def takes_tops(self) -> bool:
         """Return whether the kernel accepts the largest absolute values of a row's parts (``GatedRow.tops``)."""
         return bool(getattr(self.made(), "takes_tops", False))
@@ -161,7 +195,7 @@ class NormedLinear(_Pair):
             return linear.adapter.divided(linear.scheme.apply, h.x, h.squares, h.eps)
         if kernel is None:
             return self.product(h.finished())
-        y, _ = kernel(h.x, h.squares, h.eps)
+        y, _ = kernel(h.x, h.squares, h.eps, **addition_of(h))
         return y
 
 
@@ -216,7 +250,7 @@ class GatedLinear(_Pair):
     def __call__(self, h: Normed) -> Any:
         kernel = self.kernel(h.x)
         if kernel is not None:
-            y, tops = kernel(h.x, h.squares, h.eps)
+            y, tops = kernel(h.x, h.squares, h.eps, **addition_of(h))
             if tops is None or self.follower is None or not self.follower.takes_tops():
                 return y
             return GatedRow(y, tops)
@@ -345,6 +379,13 @@ class LinearNorm(_Pair):
         return self._normed(self.linear.summed(part), residual)
 
     def _normed(self, y: Tensor, residual: Tensor) -> NextInput:
+        norm = self.norm
+        if self.follower is not None and norm.fused is not None and self.follower.adds(y):
+            from minivllm.device.kernels.fixed_rows import Addition
+
+            stream = torch.empty_like(residual)
+            before = Addition(residual, stream, norm.weight, norm.eps)
+            return Normed(y, before=before), stream
         dtype = None
         if self.follower is not None and self.norm.fused is not None:
             dtype = self.follower.rounds(len(y))

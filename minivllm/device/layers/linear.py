@@ -96,12 +96,13 @@ class Dense(WeightScheme):
             self.fixed = FixedRows(self.weight)
             return
         if self.invariant:
-            from minivllm.device.kernels.fixed_products import FixedProduct, leaves_of
+            from minivllm.device.kernels.fixed_products import leaves_of
+            from minivllm.device.kernels.fixed_rows import FixedLinear
 
             leaves = 1
             if self.info.split == "row":
                 leaves = leaves_of(self.info.in_features * self.info.shard.size)
-            self.fixed = FixedProduct(self.weight, leaves)
+            self.fixed = FixedLinear(self.weight, leaves)
             return
         self.packed = Packed(self.weight)
         if self.fuse:
@@ -141,11 +142,13 @@ class Dense(WeightScheme):
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
         if self.invariant:
-            from minivllm.device.kernels.fixed_products import FixedGate
+            from minivllm.device.kernels.fixed_rows import FixedJoined, FixedLinear
 
-            if bias is not None or mode != GATED:
+            if bias is not None or self.fixed is None:
                 return None
-            return FixedGate(self.weight, activation)
+            if mode == GATED:
+                return FixedJoined(FixedLinear(self.weight, 1, activation))
+            return FixedJoined(self.fixed)
         from minivllm.device.kernels.products import Product
 
         return Product(self.weight, bias, mode, activation)

@@ -422,15 +422,17 @@ class ModuleParts:
 
     def normed_linear(self, linear: Linear) -> NormedLinear:
         """Wrap a linear layer to take a Normed input: Normed -> linear(x) [T, out]; see ``device.layers.fused``."""
-        return NormedLinear(linear, self.pairs)
+        return NormedLinear(linear, self._fuses(linear))
+
+    def _fuses(self, linear: Linear) -> bool:
+        """Return whether a product may run as one kernel with the norm before it and the gate behind it."""
+        return self.pairs or (self.fixed_gates and isinstance(linear.scheme, Dense))
 
     def gated_linear(self, linear: Linear, activation: str = "silu") -> GatedLinear:
         """Join a linear layer and the gate behind it: Normed -> activation(gate) * up [T, n].
 
         The output of ``linear`` is gate | up, [T, 2 n]."""
-        fixed = self.fixed_gates and isinstance(linear.scheme, Dense)
-        fuse = self.pairs or fixed
-        return GatedLinear(linear, self.gate_mul, fuse, activation, divides=self.fuse_gate)
+        return GatedLinear(linear, self.gate_mul, self._fuses(linear), activation, divides=self.fuse_gate)
 
     def linear_norm(
         self,
