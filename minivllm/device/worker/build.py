@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -474,16 +475,15 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
 
 def _early_step(worker: Worker, wiring: Wiring, fmt: Any) -> None:
     """Run the trial step in a rehearsal, with caches of one block, before the attention back end has tried its
-    kernels."""
+    kernels.  Errors are ignored, because the trial step itself reports them."""
     backend: Any = worker.backend
     notes = list(getattr(backend, "notes", ()))
-    try:
+    with suppress(Exception):
         layouts = layouts_of(backend, worker.parts.layers, fmt, wiring.block)
         _allocate(worker, worker.parts, layouts, [1] * len(worker.groups))
         _trial_step(worker, wiring)
-    finally:
-        if notes != list(getattr(backend, "notes", ())):
-            backend.notes[:] = notes  # those of the rehearsal are not true
+    if notes != list(getattr(backend, "notes", ())):
+        backend.notes[:] = notes  # those of the rehearsal are not true
 
 
 def _trial_step(worker: Worker, wiring: Wiring) -> None:
