@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from devices import DEVICE
 from image_models import make, picture, prompt_of
 
 from minivllm import LLM, SamplingParams
@@ -166,6 +167,7 @@ def prompts(count):
 def answers(path, asked, steps, **options):
     """Return the outputs of an engine that encodes an image in so many steps, and the figures of its device."""
     plain = {"kvcache_block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 3, "max_model_len": 400}
+    plain["device"] = DEVICE
     with LLM(str(path), skip_tokenizer_init=True, dtype="float32", num_kvcache_blocks=200, **plain, **options) as llm:
         llm.engine.planner._steps_of = lambda rows, tokens: steps
         begun = []
