@@ -124,7 +124,7 @@ def windows(cfg: Any, types: Sequence[str] | None) -> list[int | None]:
     number of entries, an unknown type, or sliding attention without a valid ``sliding_window``."""
     layers = cfg.num_hidden_layers
     window = getattr(cfg, "sliding_window", None)
-    types = list(types) if types is not None else [FULL] * layers
+    types = _names_of_types(types) if types is not None else [FULL] * layers
     if len(types) != layers:
         raise ModelError(f"layer_types has {len(types)} entries: expected num_hidden_layers={layers}")
     wrong = sorted(set(types) - {FULL, SLIDING})
@@ -141,7 +141,7 @@ def layer_types(cfg: Any, recurrent: str) -> list[str]:
     """Return ``layer_types`` of a model whose layers have full attention, or the type ``recurrent``.
 
     ModelError for a wrong number of entries, an unknown type, and a model without attention."""
-    types = list(cfg.layer_types)
+    types = _names_of_types(cfg.layer_types)
     layers = cfg.num_hidden_layers
     if len(types) != layers:
         raise ModelError(f"layer_types has {len(types)} entries: expected num_hidden_layers={layers}")
@@ -151,6 +151,13 @@ def layer_types(cfg: Any, recurrent: str) -> list[str]:
     if FULL not in types:
         raise ModelError(f"layer_types has no {FULL!r}: expected at least one layer with attention")
     return types
+
+
+def _names_of_types(found: Any) -> list[str]:
+    """Return the value of ``layer_types`` as a list.  ModelError if it is no list of names."""
+    if not isinstance(found, list | tuple) or not all(isinstance(kind, str) for kind in found):
+        raise ModelError(f"layer_types={shown(found)}: expected a list with the name of each layer's type")
+    return list(found)
 
 
 def all_alike(cfg: Any) -> list[str]:

@@ -133,6 +133,17 @@ def test_rotary_numbers_without_finite_frequencies_are_refused(rope):
         rotary_tables(rope, 64, "cpu", twice)
 
 
+@pytest.mark.parametrize("types", [3, "full_attention", {"full_attention": 1}, [None, "full_attention"], [["x"], 1]])
+def test_types_of_layers_that_are_no_names_are_refused(types):
+    cfg = SimpleNamespace(num_hidden_layers=2, sliding_window=4, layer_types=types)
+    for read in (lambda: fields.windows(cfg, types), lambda: fields.layer_types(cfg, "conv")):
+        with pytest.raises(ModelError, match=r"layer_types=.*: expected a list with the name of each layer's type"):
+            read()
+    cfg.layer_types = None
+    with pytest.raises(ModelError, match="layer_types=None: expected a list"):
+        fields.layer_types(cfg, "conv")
+
+
 def test_tables_of_a_rope_that_switches_hold_the_long_ones_behind_the_short_ones():
     cfg = tiny_config(head_dim=64, rope_parameters=dict(ROPES[5]))
     rope = fields.rope(cfg)
