@@ -331,7 +331,7 @@ def test_a_plugin_of_the_major_before_is_refused_with_what_has_changed(package):
     registry = discover(point("acme", "runs", "acme_spec:S", "executor"))["executor"]
     with pytest.raises(PluginError) as info:
         registry.select(PluginQuery(), "runs").require()
-    assert "contract version: expected 2.16, supports 1.0  (written for an older minivllm: upgrade it; " in str(
+    assert "contract version: expected 2.17, supports 1.0  (written for an older minivllm: upgrade it; " in str(
         info.value
     )
     assert "wiring.run_ahead is wiring.steps.run_ahead" in str(info.value)
