@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from .quantizer import ModuleInfo
 
 # added in 1.1: AdaptedModel.empty, AdapterSource.layout and .read, AdapterMemory.reserve
-API = (1, 1)
+# added in 1.2: AdapterMethod.rows_behind, AdaptedLayer.extended
+API = (1, 2)
 
 
 @dataclass(frozen=True)

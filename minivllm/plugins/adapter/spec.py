@@ -3,7 +3,7 @@
 from minivllm.registration.spec import ANY, Spec
 
 HERE = "minivllm.plugins.adapter."
-API = (1, 1)
+API = (1, 2)
 DEVICES = {"device": ANY}
 
 LORA = Spec(
