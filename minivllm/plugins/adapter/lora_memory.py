@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +37,6 @@ from minivllm.device.loading.pieces import PIECE, in_threads
 from .lora_config import LoraSettings, padded_rank, read_settings
 from .lora_files import Place, ReadPlan, Scaled, make_plan, places_of
 from .staging import Staging
-
-if TYPE_CHECKING:
-    pass
 
 ASIDE = 64  # tokens of a captured step up to which x A^T is computed on a second stream
 RESERVED = 2 << 30  # largest number of bytes of host memory that are allocated before the first load

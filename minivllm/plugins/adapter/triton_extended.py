@@ -23,8 +23,6 @@ from minivllm.device.kernels.launch import cdiv, kernel, pdl, wait
 if TYPE_CHECKING:
     from .triton_lora import LoraProduct, TokenGroups
 
-GATES = 256  # gates that a program computes
-
 
 @triton.jit
 def _of_tile(rows, sizes, places, ranks, tile, layers, BT: tl.constexpr):
@@ -154,9 +152,10 @@ def gate_behind(of: LoraProduct, x: Tensor, activation: str, groups: TokenGroups
     tokens = x.shape[0]
     inner = of.b.shape[1] // 2
     y = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
-    sizes = {"INNER": inner, "RANK": of.rank, "R": of.width, "BT": tile, "BN": GATES}
+    size = of.block  # gates of a program
+    sizes = {"INNER": inner, "RANK": of.rank, "R": of.width, "BT": tile, "BN": size}
     options = {"ACT": NUMBER[activation], "PRECISION": of.precision, "num_warps": 4}
     strides = x.stride(0), of.b.stride(0), groups.ranks.stride(0)
-    launch = _gate[(cdiv(inner, GATES), tiles)]
+    launch = _gate[(cdiv(inner, size), tiles)]
     launch(x, of.b, *of.of_tiles(groups), y, *strides, **sizes, **options, **pdl(y))
     return y
