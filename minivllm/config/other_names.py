@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from minivllm.errors import suggest
+
 _DRAFTER = 'use drafter="ngram", or drafter={"name": "model", "options": {"model": ...}}, with num_speculative_tokens=N'
 _NO_CODE = "the code of a model's directory is never run: leave it out"
 _TEXT = "only text is served: leave it out"
@@ -186,6 +188,19 @@ def neutral_note(name: str, value: Any) -> str:
     return f"{name}={value} is another engine's option, and needs nothing here: {why}" if str(value) in values else ""
 
 
+# environment variables of minivllm whose names do not begin with MINIVLLM__
+VARIABLES = (
+    "MINIVLLM_ADMIN_KEY", "MINIVLLM_API_KEY", "MINIVLLM_CHECK", "MINIVLLM_ISA", "MINIVLLM_NATIVE", "MINIVLLM_PLUGINS",
+    "MINIVLLM_PLUGIN_TIMEOUT", "MINIVLLM_STRICT_PLUGINS",
+)  # fmt: skip
+
+
 def environment_notes(environ: Mapping[str, str]) -> list[str]:
-    """Return a note for each environment variable of vLLM that is set and not read here."""
-    return [f"{name} is vLLM's and not read here: {hint}" for name, hint in ENVIRONMENT.items() if environ.get(name)]
+    """Return a note for each environment variable that is set and not read here: vLLM's, and names that differ little
+    from a variable of minivllm."""
+    notes = [f"{name} is vLLM's and not read here: {hint}" for name, hint in ENVIRONMENT.items() if environ.get(name)]
+    for name in environ:
+        if name.startswith("MINIVLLM_") and name not in VARIABLES and not name.startswith("MINIVLLM__"):
+            near = suggest(name, VARIABLES, 0.85)
+            notes += [f"{name} is not read.{near}"] if near else []
+    return notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plugin_helpers import discover, point, write_package
 
+import minivllm
 from minivllm import __version__
 from minivllm.cli import main
 from minivllm.config import EngineConfig, load_config
 from minivllm.config.files import read_file
+from minivllm.config.other_names import VARIABLES
 from minivllm.config.schema import config_schema
 from minivllm.config.show import leaves, to_toml
 from minivllm.errors import ConfigError
@@ -123,6 +126,20 @@ def test_a_variable_with_one_underscore_is_told():
     loaded = load_config(environ={"MINIVLLM_SEED": "3", "MINIVLLM_PLUGINS": ""})
     assert loaded.notes == ("MINIVLLM_SEED is not read: write two underscores, MINIVLLM__SEED",)
     assert loaded.engine.seed == 0
+
+
+def test_a_variable_with_nearly_the_name_of_one_is_told_and_others_are_not():
+    loaded = load_config(environ={"MINIVLLM_NATVE": "0", "MINIVLLM_STRICT_PLUGIN": "1", "MINIVLLM_OF_MY_OWN": "1"})
+    assert loaded.notes == (
+        "MINIVLLM_NATVE is not read. Did you mean 'MINIVLLM_NATIVE'?",
+        "MINIVLLM_STRICT_PLUGIN is not read. Did you mean 'MINIVLLM_STRICT_PLUGINS'?",
+    )
+
+
+def test_every_variable_that_the_package_reads_is_known():
+    texts = (path.read_text() for path in Path(minivllm.__file__).parent.rglob("*.py"))
+    found = {name for text in texts for name in re.findall(r"MINIVLLM_[A-Z]+(?:_[A-Z]+)*", text)}
+    assert {name for name in found if not name.startswith("MINIVLLM_TEST_")} == set(VARIABLES)
 
 
 def test_in_python_what_the_layers_say_is_a_warning(here):
