@@ -13,8 +13,13 @@ from pydantic import ConfigDict, Field, field_validator
 
 from minivllm.config.base import Strict, refuse
 from minivllm.config.cluster import check_cluster
+from minivllm.errors import shown
 
 _HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*|\[?[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}\]?")
+
+# the values of the header Origin that browsers send
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@]+")
+_LONGEST_NAME = 256  # largest number of characters of a served name
 
 
 class ServerConfig(Strict):
@@ -166,6 +171,35 @@ class ServerConfig(Strict):
                     f"{name!r}: expected a host name or an address without scheme, port or path; *.NAME; or *"
                 )
         return names
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, origins: list[str]) -> list[str]:
+        """Return the accepted origins unchanged.  ValueError for a text that no browser sends."""
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{shown(origin)}: expected an origin as browsers send it, such as https://a.example or "
+                    "http://localhost:3000, without a path; or *"
+                )
+        return origins
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _check_served(cls, names: list[str]) -> list[str]:
+        """Return the served names unchanged.  ValueError for one that is empty, too long or not printable."""
+        for name in names:
+            if not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
+                raise ValueError(f"{shown(name)}: expected a name of 1 to {_LONGEST_NAME} printable characters")
+        return names
+
+    @field_validator("root_path")
+    @classmethod
+    def _check_root(cls, path: str) -> str:
+        """Return the path unchanged.  ValueError for a path that no request begins with."""
+        if path and (not path.startswith("/") or path.endswith("/")):
+            raise ValueError(f"{shown(path)}: expected a path that begins with / and does not end with it, as /llm")
+        return path
 
     def __init__(self, **values: Any) -> None:
         """Set the options and check that none contradicts another.  ConfigError if one does."""

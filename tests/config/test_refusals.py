@@ -9,6 +9,7 @@ import pytest
 from cli_helpers import run_cli
 
 from minivllm.cli.common import find_modules
+from minivllm.config import load_config
 from minivllm.errors import ConfigError, from_file
 
 
@@ -117,3 +118,27 @@ def test_a_message_names_the_file_of_a_part_that_is_not_of_this_package(tmp_path
     own = importlib.import_module("own_part")
     assert from_file(own.Own()) == f" (of {tmp_path / 'own_part.py'})"
     assert not from_file(ConfigError("x")) and not from_file(type("Made", (), {"__module__": "own_part"})())
+
+
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [
+        ('allowed_origins=["a.example"]', "expected an origin as browsers send it"),
+        ('allowed_origins=["https://a.example/"]', "expected an origin as browsers send it"),
+        ('allowed_origins=["https://A.example"]', "expected an origin as browsers send it"),
+        ('allowed_origins=[""]', "expected an origin as browsers send it"),
+        ("root_path=llm", "expected a path that begins with / and does not end with it"),
+        ("root_path=/llm/", "expected a path that begins with / and does not end with it"),
+        ('served_model_name=[""]', "expected a name of 1 to 256 printable characters"),
+        ('served_model_name=["a", "b\\n"]', "expected a name of 1 to 256 printable characters"),
+    ],
+)
+def test_a_setting_of_the_server_that_no_request_can_match_is_refused(setting, wanted):
+    with pytest.raises(ConfigError, match=f"server.{setting.partition('=')[0]}: .*{wanted}"):
+        load_config(sets=[f"server.{setting}"], environ={})
+
+
+def test_origins_of_browsers_and_paths_of_proxies_are_accepted():
+    origins = ["*", "null", "https://a.example", "http://localhost:3000", "http://[::1]:80", "chrome-extension://abc"]
+    server = {"allowed_origins": origins, "root_path": "/a/b", "served_model_name": ["org/model é"]}
+    assert load_config(keywords={"server": server}, environ={}).server.allowed_origins == origins
