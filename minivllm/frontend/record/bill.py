@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm import files
 from minivllm.device.loading.generation import NONE
 from minivllm.device.loading.hf_config import IN_PACKAGE
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, brief, shown
 from minivllm.registration.discovery import LOCAL
 from minivllm.runtime.text.template import is_name, read_template
 
@@ -39,6 +39,13 @@ KEYS = (
     "created", "fingerprint", "minivllm", "config", "resolved", "model", "parts", "changed_sources", "versions",
     "machine", "environment", "git", "results",
 )  # fmt: skip
+# accepted types of values that the commands read, by their path
+SHAPES: Mapping[tuple[str, ...], tuple[type, ...]] = {
+    ("created",): (str,), ("fingerprint",): (str,), ("config", "values"): (dict,), ("config", "sampling"): (dict,),
+    ("config", "run"): (dict,), ("config", "requires"): (list,), ("results", "requests"): (int,),
+    ("results", "unfinished"): (int,), ("results", "output_tokens"): (int,), ("results", "prompts_hash"): (str,),
+    ("results", "tokens_hash"): (str,), ("results", "outputs"): (list, type(None)),
+}  # fmt: skip
 NOT_IN_FILES = {"allow_targets"}  # options that a configuration file may not set
 
 
@@ -356,9 +363,11 @@ def read(path: str | os.PathLike[str]) -> Entries:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ConfigError(f"{path}: no record of a run; expected {EXPECTED}")
     if found.get("format_version") != FORMAT_VERSION:
+        about = found.get("minivllm")
+        version = about.get("version", "?") if isinstance(about, dict) else "?"
         raise ConfigError(
-            f"{path}: a record of format {found.get('format_version')}, and this minivllm reads {FORMAT_VERSION}; "
-            f"it was written by minivllm {found.get('minivllm', {}).get('version', '?')}"
+            f"{path}: a record of format {shown(found.get('format_version'))}, and this minivllm reads "
+            f"{FORMAT_VERSION}; it was written by minivllm {brief(str(version))}"
         )
     if missing := [key for key in KEYS if key not in found]:
         raise ConfigError(f"{path}: not a whole record: it lacks the keys {', '.join(missing)}")
@@ -368,4 +377,24 @@ def read(path: str | os.PathLike[str]) -> Entries:
         fingerprint(found)
     except (LookupError, TypeError, AttributeError, RecursionError) as exc:
         raise ConfigError(f"{path}: not a whole record ({type(exc).__name__}: {exc}); record the run again") from None
+    for place, kinds in SHAPES.items():
+        _check_shape(path, found, place, kinds)
     return found
+
+
+def _check_shape(path: object, found: Entries, place: tuple[str, ...], kinds: tuple[type, ...]) -> None:
+    """Raise ConfigError if the value at a place of a record has another type than ``kinds``.  A record may have no
+    results."""
+    value: Any = found
+    for key in place:
+        if key == "results" and value.get(key) is None:
+            return
+        inner = value[key] if isinstance(value, dict) and key in value else ...
+        if inner is ...:
+            raise ConfigError(f"{path}: not a whole record: it lacks {'.'.join(place)}; record the run again")
+        value = inner
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ConfigError(
+            f"{path}: not a whole record: {'.'.join(place)}={shown(value)}: expected {names}; record the run again"
+        )

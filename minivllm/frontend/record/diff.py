@@ -7,12 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from minivllm.errors import brief
+
 from . import Entries, JsonObject, values
 from .nodes import GROUPS, LOOK_ON, SEVERAL, DiffNode, nodes, show
 
 NOTHING = "nothing that decides the tokens differs"
 PLURAL = ("prompts", *SEVERAL)
 MOST_NAMED = 6  # largest number of differing plug-ins that the verdict names; the list below names all
+LONGEST_LINE = 10_000  # largest number of characters of a line of the report
 MOST_VALUES = 2  # largest number of values that the verdict shows
 SAME, OTHER, UNKNOWN = "same", "other", "unknown"
 
@@ -338,7 +341,8 @@ def report(found: Comparison, title_a: str, title_b: str) -> str:
             lines += [f"  {name:{width}}  {text}" for name, text in rows[group]]
     if found.warnings:
         lines += ["", *found.warnings]
-    return "\n".join(lines)
+    # a value of a record may contain control characters of terminals
+    return "\n".join(brief(line, LONGEST_LINE) for line in lines)
 
 
 def _line(difference: Difference) -> str:

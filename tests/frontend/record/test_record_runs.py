@@ -315,6 +315,28 @@ def test_a_record_that_cannot_be_written_or_read_is_refused_before_the_work(expe
         (experiment / "x.json").write_text(json.dumps({**bill.read("a.json"), part: torn}))
         for command in ("diff", "x.json", "a.json"), ("run", "x.json"):
             assert refuses(*command).startswith("x.json: not a whole record ("), part
+    changed = bill.read("a.json")
+    changed["environment"]["OMP_NUM_THREADS"] = "\x1b[2J"
+    (experiment / "x.json").write_text(json.dumps(changed))
+    assert main(["diff", "a.json", "x.json"]) == 0
+    assert "\x1b" not in (shown := capsys.readouterr().out) and "\\x1b[2J" in shown
+    for place, wrong, wanted in [
+        (("fingerprint",), True, "fingerprint=True: expected str"),
+        (("created",), 5, "created=5: expected str"),
+        (("config", "requires"), 1, "config.requires=1: expected list"),
+        (("config", "requires"), None, "config.requires=None: expected list"),
+        (("results", "tokens_hash"), ..., "it lacks results.tokens_hash"),
+        (("results", "requests"), "x" * 5000, "results.requests='xxx"),
+    ]:
+        changed = bill.read("a.json")
+        table = changed if len(place) == 1 else changed[place[0]]
+        table.pop(place[-1])
+        if wrong is not ...:
+            table[place[-1]] = wrong
+        (experiment / "x.json").write_text(json.dumps(changed))
+        for command in ("diff", "x.json", "a.json"), ("diff", "a.json", "x.json"), ("config", "show", "x.json"):
+            said = refuses(*command)
+            assert said.startswith(f"x.json: not a whole record: {wanted}") and len(said) < 400
     (experiment / "x.json").write_text("")
     assert refuses("diff", "x.json", "a.json").startswith("x.json:1:1: broken JSON: ")
     assert refuses("diff", "none.json", "a.json") == "none.json: no such file"
