@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 
 import numpy as np
 import pytest
@@ -308,3 +309,19 @@ def test_a_file_takes_no_more_memory_than_it_has():
     for data in (stream.getvalue(), stream.getvalue() + b"x" * 64, stream.getvalue()[:40], b"", b"PK\x03\x04"):
         with pytest.raises(ValueError, match=r"expected one list|not an array"):
             read_npy(data)
+
+
+def test_a_file_with_any_header_is_read_or_refused():
+    stream = io.BytesIO()
+    np.save(stream, np.arange(8, dtype=np.float32))
+    content, draw = stream.getvalue(), random.Random(1)
+    read = 0
+    for _ in range(2000):
+        changed = bytearray(content)
+        for _ in range(draw.choice([1, 2, 4])):
+            changed[draw.randrange(128)] = draw.choice(b"0123456789-{}[](),:'\"\\ aF<>|\n\x00\xff#")
+        try:
+            read += len(read_npy(bytes(changed))) > 0
+        except ValueError as exc:
+            assert str(exc) in ("not an array that numpy.save wrote", "expected one list of numbers")
+    assert 0 < read < 200

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,7 +146,7 @@ def read_npy(data: bytes) -> np.ndarray:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(stream)
-    except (ValueError, SyntaxError, EOFError, OverflowError, MemoryError, RecursionError, TypeError):
+    except (ValueError, SyntaxError, EOFError, OverflowError, MemoryError, RecursionError, TypeError, TokenError):
         raise ValueError("not an array that numpy.save wrote") from None
     rest = data[stream.tell() :]
     one_list = dtype.kind in "fiu" and len(shape) == 1 and shape[0] >= 1
