@@ -122,7 +122,11 @@ def with_images(read: PromptInput, sources: Sequence[Any], reader: ImageReader |
         return read
     images: list[PreparedImage] = []
     for source in sources:
-        images.append(reader.prepare(source, read.cache_salt or ""))
+        try:
+            images.append(reader.prepare(source, read.cache_salt or ""))
+        except MemoryError:
+            wanted = "a smaller image, or another size in preprocessor_config.json"
+            raise RequestError(f"image: there is no memory to prepare it; expected {wanted}", "images") from None
         reader.check_tokens(images)
     ids, placed = place(read.ids, images, reader.wiring.facts)
     return read._replace(ids=ids, images=placed)

@@ -9,8 +9,11 @@ pytest.importorskip("PIL.Image")
 
 from PIL import Image
 
+from minivllm.core.interfaces.encoder import ImageFacts
 from minivllm.core.interfaces.executor import ImageWiring
 from minivllm.core.interfaces.images import SEGMENT, PreparedImage, digest_of
+from minivllm.errors import RequestError
+from minivllm.frontend.prompts import read_prompt
 from minivllm.runtime.images import decode
 from minivllm.runtime.images.kept import KeptImages, key_of
 from minivllm.runtime.images.reader import ImageReader
@@ -94,3 +97,22 @@ def test_each_byte_of_a_large_array_and_its_shape_change_the_digest():
     segments = [values[SEGMENT:], values[:SEGMENT]]
     found.add(digest_of(np.concatenate(segments), shape))
     assert len(found) == 8 and digest_of(values.copy(), shape) in found
+
+
+def test_pixels_that_take_too_much_memory_are_refused():
+    """A processor whose file of settings has a wrong size may allocate without bound."""
+
+    class Endless(Pixels):
+        def prepare(self, image):
+            raise MemoryError
+
+    made = ImageReader(ImageWiring(max_images=4, facts=ImageFacts(3)), None, ".", {}, 100)
+    made._encoder = Endless()
+    prompt = {"prompt_token_ids": [5, 3, 6], "multi_modal_data": {"image": np.zeros((4, 4, 3), np.uint8)}}
+    with pytest.raises(
+        RequestError, match="image: there is no memory to prepare it; expected a smaller image"
+    ) as caught:
+        read_prompt(prompt, None, made)
+    assert caught.value.param == "images"
+    made._encoder = Pixels()
+    assert len(read_prompt(prompt, None, made).images) == 1
