@@ -79,7 +79,7 @@ def _rows(plan: StepPlan) -> Iterator[tuple[int, int, int, int]]:
     return zip(plan.slots.tolist(), plan.computed.tolist(), plan.q_len.tolist(), starts.tolist(), strict=True)
 
 
-class Division:
+class DividedFeatures:
     """The features of an image that ``steps`` steps compute, equal shares each."""
 
     def __init__(self, parts: Iterator[float | Tensor], steps: int) -> None:
@@ -124,7 +124,7 @@ class ImageState:
         slots = len(state.known)
         self.features: dict[int, Tensor] = {}
         self.failed: dict[int, str] = {}  # id of an image -> reason why it has no features
-        self.divided: dict[int, Division] = {}  # id of an image -> its features, which are not complete
+        self.divided: dict[int, DividedFeatures] = {}  # id of an image -> its features, which are not complete
         self.spans: list[tuple[Span, ...]] = [()] * slots
         self.upto = np.zeros(slots, np.int64)  # slot -> index behind its last image token, 0 without images
         # slot -> difference between the position and the index of a token behind the slot's images
@@ -167,7 +167,7 @@ class ImageState:
         requests whose steps reach the image end with an error."""
         try:
             if steps > 1:
-                self.divided[number] = Division(self.encoder.parts(self.state.to(values), shape), steps)
+                self.divided[number] = DividedFeatures(self.encoder.parts(self.state.to(values), shape), steps)
             else:
                 self.features[number] = self.encoder(self.state.to(values), shape)
         except Exception as e:
