@@ -83,7 +83,7 @@ PAGES = {
     "bench": 5,
     "plugins": 8,
     "plugins/tutorial": 8,
-    "eviction": 1,
+    "eviction": 0,
     "scheduling": 0,
     "simulator": 3,
     "energy": 7,
