@@ -36,6 +36,7 @@ import minivllm
 
 THREADS = 16  # largest number of threads that compile kernels
 _THREAD = threading.local()
+_ONE = threading.Lock()  # held by the thread that rehearses, because a rehearsal replaces methods of Triton's class
 aten = torch.ops.aten
 # operations of torch that allocate memory and leave its content undefined
 _EMPTY = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
@@ -170,7 +171,8 @@ def _memory_of(x: Any, device: torch.device) -> Any:
 
 
 class CompileAhead:
-    """Compiles the kernels of rehearsed functions in threads.  Only one thread at a time may rehearse."""
+    """Compiles the kernels of rehearsed functions in threads.  The rehearsals of all engines of a process run one after
+    another."""
 
     def __init__(self, device: torch.device, threads: int = 0) -> None:
         self.device = device
@@ -185,14 +187,15 @@ class CompileAhead:
 
         Return their compilations.  A ``run`` that reads results on the host raises an error of torch, as does an
         operation whose shape depends on the content of tensors."""
-        self._found = {}
-        _THREAD.rehearses = True
-        try:
-            with ShapesOnly() as shapes, self._collecting(shapes):
-                run()
-        finally:
-            _THREAD.rehearses = False
-        return list(self._found.values())
+        with _ONE:
+            self._found = {}
+            _THREAD.rehearses = True
+            try:
+                with ShapesOnly() as shapes, self._collecting(shapes):
+                    run()
+            finally:
+                _THREAD.rehearses = False
+            return list(self._found.values())
 
     def wait(self, jobs: Sequence[Future[None]]) -> None:
         """Wait for compilations.

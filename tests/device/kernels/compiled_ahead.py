@@ -32,6 +32,12 @@ def broken(x, N: tl.constexpr):
     tl.store(x + tl.arange(0, N), tl.nothing_of_this_name(N))
 
 
+@triton.jit
+def negate(x, y, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y + at, -tl.load(x + at))
+
+
 def doubled(x, size, half=False):
     y = torch.empty_like(x)
     launched = double[(1,)](x, y, len(x), size, half)
@@ -84,10 +90,46 @@ def check_operations() -> None:
     raise AssertionError("a number that was not computed was read on the host")
 
 
+def check_two_threads() -> None:
+    """Check that two threads may rehearse at once: neither launches a kernel, and Triton's methods are restored."""
+    methods = JITFunction.run, JITFunction._do_compile
+    first, second, ended = threading.Event(), threading.Event(), threading.Event()
+    seen, x = [], torch.ones(32)
+
+    def launch(size):
+        seen.append(negate[(1,)](x, torch.empty_like(x), size))
+
+    def begins_first():
+        first.set()
+        second.wait(0.3)
+        launch(16)
+
+    def begins_second():
+        second.set()
+        ended.wait(10)
+        launch(32)
+
+    def other():
+        first.wait(10)
+        try:
+            CompileAhead(torch.device("cpu"), 1).rehearse(begins_second)
+        except Exception as e:
+            seen.append(e)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    CompileAhead(torch.device("cpu"), 1).rehearse(begins_first)
+    ended.set()
+    thread.join()
+    assert methods == (JITFunction.run, JITFunction._do_compile)
+    assert seen == [None, None], "a kernel was launched"
+
+
 def main() -> None:
     driver.set_active(Hopper())  # type: ignore[arg-type]
     ahead_module.blank = poison
     check_operations()
+    check_two_threads()
     cpu = torch.device("cpu")
     ahead, x, seen, launched_before = CompileAhead(cpu, 2), torch.ones(48), [], JITFunction.run
 
