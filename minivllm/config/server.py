@@ -196,7 +196,7 @@ class ServerConfig(Strict):
     @field_validator("root_path")
     @classmethod
     def _check_root(cls, path: str) -> str:
-        """Return the path unchanged.  ValueError for a path that no request begins with."""
+        """Return the path unchanged.  ValueError if it cannot be the beginning of a request's path."""
         if path and (not path.startswith("/") or path.endswith("/")):
             raise ValueError(f"{shown(path)}: expected a path that begins with / and does not end with it, as /llm")
         return path

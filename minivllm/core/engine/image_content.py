@@ -35,7 +35,7 @@ class Content:
     listed: bool = True  # whether later requests with the same image get this content
 
     def ready(self, step: int) -> bool:
-        """Return whether the step with this id finds all features computed."""
+        """Return whether all features of the image are computed before the step with this id."""
         return self.encoded and self.due <= step
 
 

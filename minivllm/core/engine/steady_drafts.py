@@ -1,6 +1,6 @@
-"""Steps with drafts whose sequences, and numbers of drafts, are those of the step before.
+"""Plan a step with drafts from the step before, if both have the same sequences and numbers of drafts.
 
-Such a step is derived from the step before in a few operations, as ``steady`` does for steps without drafts.
+This takes a few operations.  ``steady`` does the same for steps without drafts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class DraftPlanner(SteadyPlanner, Protocol):
 
 def steady_drafts_of(planner: DraftPlanner, plan: StepPlan, at: np.ndarray) -> SteadyDrafts | None:
     """Return the step ``plan`` if the next step may repeat it; None if the next step must be planned in full.  ``at``
-    i64 are the slots of its rows.
+    i64 are the slots of the rows of ``plan``.
 
-    A step must be planned in full if a row has another number of drafts than the others, or uses a feature that other
-    columns of the plan hold."""
+    A step must be planned in full if its sequences have different numbers of drafts, or if a request needs further
+    columns of the plan, for example for taps or guides."""
     p = planner
     s = planner.slots
     if not len(plan.draft) or len(plan.slack):
@@ -104,23 +104,24 @@ def next_drafted(planner: DraftPlanner) -> StepPlan | None:
 
 
 class DraftedRows(NamedTuple):
-    """The rows of a plan with drafts, by sequence.  The head of a sequence is the row with its newest token."""
+    """The rows of a plan, grouped by sequence.  The head of a sequence is the row with its newest token."""
 
     draft: np.ndarray  # i32 [R] ``StepPlan.draft``
-    first: np.ndarray  # i64 [R] head of each row
-    heads: np.ndarray  # i64 [H] heads that have drafts
-    drafts: np.ndarray  # i32 [H] number of their drafts
-    rows: np.ndarray  # i64 rows of the sequences with drafts, one sequence after another
+    first: np.ndarray  # i64 [R] index of the head of each row's sequence
+    heads: np.ndarray  # i64 [H] indices of the heads of sequences with drafts
+    drafts: np.ndarray  # i32 [H] number of drafts of each of these sequences
+    rows: np.ndarray  # i64 indices of the rows of these sequences, one sequence after another
 
     def of_heads(self, some: np.ndarray) -> DraftedRows:
-        """Return the rows of the heads in ``some`` bool [H]."""
+        """Return only the sequences for which ``some`` bool [H] is true."""
         rows = self.rows[some.repeat(1 + self.drafts)]
         return self._replace(heads=self.heads[some], drafts=self.drafts[some], rows=rows)
 
 
 def drafted_rows(draft: np.ndarray, last: DraftedRows | None) -> DraftedRows:
-    """Return the rows of a plan with the column ``draft`` by sequence.  It is ``last`` if this is of the same array, as
-    in steps that repeat the one before."""
+    """Return the rows of a plan, grouped by sequence.  ``draft`` is ``StepPlan.draft``.
+
+    Return ``last`` if it was made from the same array, as in a step that repeats the step before."""
     if last is not None and last.draft is draft:
         return last
     first, heads = group_rows(draft)

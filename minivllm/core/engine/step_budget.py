@@ -53,7 +53,7 @@ class StepBudget:
     def __init__(self, target_ms: float | None, most: int, sizes: Sequence[int] = ()) -> None:
         self.target_ms, self.sizes = target_ms, tuple(sizes)
         self.pace = Pace(most, most)
-        # time of the features of images; the keys of an image token are the tokens of its image
+        # learned time to encode image tokens, each of which attends to all tokens of its image
         self.encodes = Pace(most, min(ENCODED, most))
         # milliseconds of a step without prompts, for each group of row counts; 0 means unknown
         self._decodes = np.zeros(SIZES)

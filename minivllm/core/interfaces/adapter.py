@@ -41,14 +41,14 @@ class AdapterContext:
 
 
 class ExtendedWeight(Protocol):
-    """The memory behind the unquantized weight of a linear layer, whose product is computed with that of the weight."""
+    """The unquantized weight of a linear layer with further rows behind it in memory, multiplied by one kernel."""
 
-    rows: Tensor  # [n, in] of any values, which the adapter method writes
+    rows: Tensor  # [n, in], the further rows, written by the adapter method
     # called after the rows have lost their values, because the memory of the weights was freed meanwhile
     renew: Callable[[], object] | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the products of x [T, in] and the weight, and behind them those of x and ``rows``: [T, out + n]."""
+        """Return [T, out + n], the products of x [T, in] with the weight, and behind them those with ``rows``."""
 
     def fits(self, x: Tensor) -> bool:
         """Return whether ``divided`` can compute the products of x [T, in]."""
@@ -59,7 +59,7 @@ class ExtendedWeight(Protocol):
         ``squares`` f32 [T, parts] are sums of squares of parts of the rows, and ``eps`` is that of the norm."""
 
     def extends(self, product: Callable[[Tensor], Tensor]) -> bool:
-        """Return whether ``product`` is the product of the weight alone, which the call computes too."""
+        """Return whether ``product`` multiplies by this weight without ``rows``, so that a call can replace it."""
 
 
 class AdaptedLayer(NamedTuple):
@@ -70,7 +70,7 @@ class AdaptedLayer(NamedTuple):
     # The layer's bias [out]. It is added to the changed product, after the sum over processes if
     # the inputs are split.
     bias: Tensor | None
-    # the rows that ``AdapterMethod.rows_behind`` wants behind the weight; None if the weight has none
+    # the weight and the rows of ``AdapterMethod.rows_behind`` behind it; None if there are no rows
     extended: ExtendedWeight | None = None
 
 
@@ -272,11 +272,10 @@ class AdapterMethod(ABC):
         no torch."""
 
     def rows_behind(self, info: ModuleInfo) -> int:
-        """Return the number of rows of memory that the method wants behind the weight of a linear layer, as
-        ``ExtendedWeight``.
+        """Return the number of further rows to allocate behind the weight of a linear layer (``ExtendedWeight``).
 
-        They exist only if the weight is not quantized, ``batch_invariant`` is off, and no other method of the engine
-        wants rows."""
+        They are allocated only if the weight is not quantized, ``batch_invariant`` is off, and no other method of the
+        engine returns a number above 0.  Otherwise the method must work without them."""
         return 0
 
     @abstractmethod

@@ -59,7 +59,7 @@ def blank(x: torch.Tensor) -> torch.Tensor:
 
 
 def rehearsing() -> bool:
-    """Return whether this thread rehearses, so that results of kernels are not real."""
+    """Return whether this thread rehearses: kernels are recorded for compilation and not launched."""
     return getattr(_THREAD, "rehearses", False)
 
 

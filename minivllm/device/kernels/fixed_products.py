@@ -43,7 +43,7 @@ GROUP = 8  # number of row tiles over which neighbouring programs are distribute
 # The numbers of this file were measured on an H200 (2026-11-30, ``docs/performance.md``).
 SPREAD_TILES = 32  # largest number of tiles with few rows for which each leaf has a program
 NARROW, WIDE = 2048, 8192  # up to NARROW outputs, tiles have fewer outputs; from WIDE outputs on, a gated tile has more
-MANY_TILES = 264  # two for each multiprocessor
+MANY_TILES = 264  # number of tiles from which on fewer stages are used; two for each multiprocessor of an H200
 COUNTERS = 1024  # number of counters of arrived programs, one for each tile of a product with a program for each leaf
 
 

@@ -7,9 +7,9 @@ preceding kernel still runs, and waits only before it reads the row.
     gate_up   grid (N / 64, 2)    the same, with a program for gate and one for up;  the later one applies the gate
     o, down   grid (N / 16)       each of eight warps adds a leaf;  then the leaves are added in order
 
-The order of sums is that of ``fixed_products``: 16 products at a time, ascending, in each leaf.  The tensor cores have
-two kinds of instructions, ``wgmma`` and ``mma``, and the norm is a second computation of ``kernels.norm``.  Equal bits
-are therefore tested on the device before the kernels are used (``agreeing_rows``).
+A leaf is a range of inputs with a sum of its own.  As in ``fixed_products``, it adds 16 products at a time, ascending.
+The tensor cores have two kinds of instructions, ``wgmma`` and ``mma``, and the norm is a second implementation of
+``kernels.norm``.  Equal bits are therefore tested on the device before the kernels are used (``agreeing_rows``).
 
 Bytes: W once.  References: ``FixedProduct`` and ``add_rms_norm``.
 """
@@ -30,16 +30,16 @@ from .fixed_products import FixedProduct
 from .launch import capability, kernel, pdl, release, roomy, settle
 from .norm import add_rms_norm
 
-LINES = 16  # rows of the kernel's instruction; all but the first are 0
+LINES = 16  # rows of x in an instruction (wgmma); all but the first are 0
 OUTPUTS = 64  # number of outputs of a program, the weight's side of the instruction (wgmma)
 MOST_INPUTS = 1024  # largest number of inputs, whose weights fit in shared memory
-LEAF_LINES = 8  # rows of the instruction (mma) of eight leaves
+LEAF_LINES = 8  # rows of x in an instruction (mma), if the sums have eight leaves
 LEAF_OUTPUTS = 16  # number of outputs of a program with eight leaves, the weight's side of its instruction
 MOST_LEAF = 512  # largest number of inputs of one of eight leaves, whose weights fit in registers
 WARPS_OF_LEAVES = 8
 MOST_CHUNKS = 3  # largest number of parts in which a leaf is loaded; the size of a part is a power of two
 MOST_TILES = 132  # largest number of tiles; the programs of more tiles would load one after another
-WARPS = 4  # as ``kernels.norm`` for so few inputs
+WARPS = 4  # number of warps, equal to that of ``kernels.norm`` for so few inputs
 
 
 class Addition(NamedTuple):
@@ -94,7 +94,7 @@ def _row(
 ):  # fmt: skip
     """Multiply a row by the weight.  ``weight`` is a descriptor with blocks [BN, K].
 
-    With GATED the weight is [2 N, K], gate | up, and y is activation(gate) * up, both rounded before as by two kernels.
+    With GATED the weight is [2 N, K], gate | up, and y is activation(gate) * up of the rounded gate and up.
     """
     release(PDL)
     tile, side = tl.program_id(0), tl.program_id(1)
@@ -163,7 +163,8 @@ def _row_of_leaves(
 
 
 def chunk_of(product: FixedProduct) -> int:
-    """Return the number of inputs of a leaf that a kernel loads at a time, 0 if none supports the weight."""
+    """Return the number of inputs that a kernel loads at a time from a leaf (a range of inputs with its own sum); 0 if
+    no kernel supports the weight."""
     leaf = product.k // product.leaves
     chunk = leaf & -leaf
     if product.leaves == 1:
@@ -299,7 +300,7 @@ class FixedJoined:
         self.linear = linear
 
     def fits(self, x: Tensor) -> bool:
-        """Return whether the kernel joins more than the separate layers do for the rows of x."""
+        """Return whether one kernel for x replaces several: it computes the gate, or the addition and the norm."""
         return self.linear.product.activation is not None or self.adds(x)
 
     def adds(self, x: Tensor) -> bool:

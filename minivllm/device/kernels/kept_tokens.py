@@ -206,7 +206,7 @@ class GroupTensors:
     def compile(self) -> None:
         """Compile the kernels of a compression, so that no request waits for the compiler.
 
-        They read the first token of the null block, choose it and leave it where it is."""
+        To compile them, run them on the first token of the null block, which they keep in its place."""
         self._look()
         block = torch.zeros(1, dtype=torch.int32, device=self._device)
         for name in self.caches[0]:

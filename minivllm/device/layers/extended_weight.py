@@ -19,7 +19,7 @@ from minivllm.core.interfaces.quantizer import ModuleInfo
 
 
 class ExtendedProduct:
-    """The products of a weight and of the rows behind it (``adapter.ExtendedWeight``)."""
+    """A weight and the rows behind it in memory, multiplied by one kernel (``adapter.ExtendedWeight``)."""
 
     def __init__(self, info: ModuleInfo, rows: int) -> None:
         """Allocate memory for the weight of ``info`` and for ``rows`` further rows, which are 0."""
@@ -32,13 +32,13 @@ class ExtendedProduct:
         self.row: Any = None  # the kernel that multiplies few tokens, or None
 
     def finish(self) -> None:
-        """Make the kernel for few tokens."""
+        """Create the kernel for few tokens, after the weight has been loaded."""
         from minivllm.device.kernels.products import Product
 
         self.row = Product(self.whole, None)
 
     def refresh(self) -> None:
-        """Call ``renew``, with which the owner of the rows writes them again."""
+        """Call ``renew``, the function of the rows' owner that writes them again."""
         if self.renew is not None:
             self.renew()
 

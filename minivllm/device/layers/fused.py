@@ -69,15 +69,14 @@ class Normed(NamedTuple):
     before: Addition | None = None
 
     def added(self) -> Normed:
-        """Return the same with the residual addition and the norm computed, so that the residual stream is
-        complete."""
+        """Return this input after the residual addition and the norm, so that the residual stream is complete."""
         if self.before is None:
             return self
         x = self.finished()
         return Normed(x)
 
     def finished(self) -> Any:
-        """Return x [T, dim], added, normed and divided by the root mean square if that was still to be done."""
+        """Return x [T, dim] after the remaining work: the residual addition, the norm, or only the norm's division."""
         if self.before is not None:
             from minivllm.device.kernels.norm import add_rms_norm
 
@@ -105,8 +104,8 @@ def row_of(x: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def addition_of(h: Normed) -> dict[str, Addition]:
-    """Return the keyword of kernels that compute the residual addition and the norm of ``h``, if these are to be
-    done."""
+    """Return the keyword with which a kernel also computes the residual addition and the norm of ``h``; {} if both
+    are already done."""
     if h.before is None:
         return {}
     return {"before": h.before}

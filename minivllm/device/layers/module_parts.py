@@ -49,7 +49,7 @@ class Found(NamedTuple):
 
 
 def no_rows(info: ModuleInfo) -> int:
-    """Return 0: no method of adapters wants rows behind the weight of a linear layer."""
+    """Return 0, the number of further rows behind a weight if no adapter method needs any."""
     return 0
 
 
@@ -105,7 +105,7 @@ class ModuleParts:
         for number, members in enumerate(groups or ()):
             self._group_of |= dict.fromkeys(members, number)
         self._geometries: list[tuple] = []
-        # number of rows of memory behind the weight of a linear layer (``AdapterMethod.rows_behind``)
+        # returns the number of further rows behind the weight of a linear layer (``AdapterMethod.rows_behind``)
         self.rows_behind: Callable[[ModuleInfo], int] = no_rows
         self.free_rows = 0  # rows of the rotary tables behind those of positions, for positions inside of images
         self._tables: dict[tuple[Rope, bool], CosSin] = {}

@@ -43,7 +43,7 @@ class NativeDrafts:
         self.steps = steps
         self.head = head
         state = steps.state
-        self._held = memory, state.stopped, read, drafted  # the library reads and writes their memory
+        self._held = memory, state.stopped, read, drafted  # kept alive, because the library uses their addresses
         self._states = HeadStates(
             memory.data_ptr(),
             FORMATS[memory.dtype],
@@ -59,7 +59,7 @@ class NativeDrafts:
         self._box = np.zeros(1 + 3 * MOST_TOKENS, np.int64)
         self._at = address(self._box)
         self._slots: np.ndarray | None = None  # ``slots`` of the last plan, if the library runs steps of its rows
-        self._computed = self._box[:0]  # the numbers of computed tokens of the rows in the box
+        self._computed = self._box[:0]  # view of ``_box``: number of computed tokens of each row
         self._sequences = 0  # number of sequences with drafts
 
     def takes(self, plan: StepPlan) -> bool:

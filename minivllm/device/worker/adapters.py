@@ -73,13 +73,13 @@ def make_methods(wiring: Wiring) -> dict[str, AdapterMethod]:
 
 
 def rows_behind(wiring: Wiring) -> Callable[[ModuleInfo], int]:
-    """Return the function that gives the number of rows of memory behind the weight of a linear layer."""
+    """Return the function that returns the number of further rows to allocate behind a linear layer's weight."""
     methods = () if wiring.batch_invariant else tuple(make_methods(wiring).values())
     return partial(_rows_behind, methods)
 
 
 def _rows_behind(methods: Sequence[AdapterMethod], info: ModuleInfo) -> int:
-    """Return the number of rows that one of the methods wants behind a weight, 0 if none or several want rows."""
+    """Return the number of further rows behind a weight: that of the only method that needs rows, else 0."""
     wanted = [rows for method in methods if (rows := method.rows_behind(info))]
     return wanted[0] if len(wanted) == 1 else 0
 
@@ -197,7 +197,7 @@ class Adapters:
         return self._empty(size, dtype).zero_()
 
     def _allocate(self, size: int) -> Any:
-        """Return a slab of pinned memory."""
+        """Allocate ``size`` bytes of pinned host memory."""
         return allocate(size, self._alone)
 
     @contextmanager
@@ -245,7 +245,7 @@ class Adapters:
     def _keep_spare(self) -> None:
         """Allocate pinned memory for another adapter of the size of the last one, unless a free piece exists."""
         if self._bytes:
-            with self._sparing, suppress(RuntimeError, MemoryError, OSError):  # the next load fails, with its error
+            with self._sparing, suppress(RuntimeError, MemoryError, OSError):  # the next load reports the error
                 self._pinned.empty(self._bytes)
 
     def _read(self, folder: str) -> LoadedAdapter:
@@ -373,7 +373,7 @@ class Adapters:
 
 
 def _adapted(module: Linear, method: AdapterMethod) -> AdaptedLayer:
-    """Return a linear layer as a method sees it."""
+    """Return the description of a linear layer that an adapter method receives."""
     extended = None
     if method.rows_behind(module.info):
         extended = getattr(module.scheme, "extended", None)

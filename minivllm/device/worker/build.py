@@ -474,8 +474,8 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
 
 
 def _early_step(worker: Worker, wiring: Wiring, fmt: Any) -> None:
-    """Run the trial step in a rehearsal, with caches of one block, before the attention back end has tried its
-    kernels.  Errors are ignored, because the trial step itself reports them."""
+    """Run the trial step in a rehearsal (kernels are compiled, not launched), with caches of one block, before the
+    attention back end has tried its kernels.  Errors are ignored, because the trial step itself reports them."""
     backend: Any = worker.backend
     notes = list(getattr(backend, "notes", ()))
     with suppress(Exception):
@@ -483,7 +483,7 @@ def _early_step(worker: Worker, wiring: Wiring, fmt: Any) -> None:
         _allocate(worker, worker.parts, layouts, [1] * len(worker.groups))
         _trial_step(worker, wiring)
     if notes != list(getattr(backend, "notes", ())):
-        backend.notes[:] = notes  # those of the rehearsal are not true
+        backend.notes[:] = notes  # without kernels, notes of the rehearsal may be wrong
 
 
 def _trial_step(worker: Worker, wiring: Wiring) -> None:

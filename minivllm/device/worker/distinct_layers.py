@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class DistinctLayers:
-    """The layers of a runner's model that have kernels of their own.
+    """Selects the layers of a runner's model that together launch every kernel of the model.
 
     All layers run if the model is no table of layers, has recurrent states or is split over processes, or if something
     reads values of each layer: a KV compressor, a drafter, or the features of images.
@@ -65,7 +65,7 @@ class DistinctLayers:
 
     @contextmanager
     def only(self) -> Iterator[None]:
-        """Make calls of the model run only these layers."""
+        """Make calls of the model run only the selected layers (``blocks``)."""
         if self.blocks is None:
             yield
             return

@@ -469,7 +469,7 @@ class Graphs:
             self._time_decode(shape)
 
     def unmeasured(self, key: GraphKey) -> bool:
-        """Return whether a capture can be measured and was not, as one that was made during a step."""
+        """Return whether a replay can be timed and was not, for example because it was captured during a step."""
         if self.known is not None or key not in self.forwards or key.rows < self.measured_from:
             return False
         return key == GraphKey("decode", key.rows, key.rows, SHORT) and key.rows not in self.times

@@ -31,7 +31,7 @@ class ImageSteps:
 
     def __init__(self, images: ImageState, hidden: int, dtype: torch.dtype) -> None:
         self.images = images
-        self.most_tokens = MOST_TOKENS  # of a captured step
+        self.most_tokens = MOST_TOKENS  # largest number of tokens of a captured step
         device = images.state.device
         shape = images.facts.levels, self.most_tokens, hidden
         self.features = torch.zeros(shape, dtype=dtype, device=device)

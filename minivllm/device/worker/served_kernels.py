@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .later import Shape
     from .runner import Runner
 
-PROMPT = 128  # tokens of the prompt in a rehearsed step of separate launches
+PROMPT = 128  # tokens of the prompt in a rehearsed (not launched) step of separate launches
 # Up to FEW rows each captured size may have kernels of its own, and above only multiples of FEW.
 FEW = 64
 # Parameters of the draws.  The first uses all limits of the built-in sampler, the others each kind of top-k.
@@ -49,7 +49,7 @@ PROCESSED = SamplingParams(
     frequency_penalty=0.5,
     logit_bias={0: 1.0},
 )
-BEST = (0, 1, 2, 4, 8, 16, 32)  # numbers of best tokens whose log-probabilities are returned
+BEST = (0, 1, 2, 4, 8, 16, 32)  # numbers of likeliest tokens whose log-probabilities are returned
 
 
 class ServedCaptures(Protocol):
@@ -61,7 +61,7 @@ class ServedCaptures(Protocol):
     shared_sizes: list[int]  # numbers of rows of captured steps with shared prefixes, ascending
     mixed: bool  # whether mixed steps are captured
     layers: DistinctLayers
-    draw_bits: dict[bool, int]  # by whether logits are float32: the limits whose kernels are compiled
+    draw_bits: dict[bool, int]  # logits are float32 -> variant bits of the compiled limits
 
     def late_masks(self) -> Any: ...
     def rehearse(self, shape: Shape) -> None: ...

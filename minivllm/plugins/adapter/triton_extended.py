@@ -152,7 +152,7 @@ def gate_behind(of: LoraProduct, x: Tensor, activation: str, groups: TokenGroups
     tokens = x.shape[0]
     inner = of.b.shape[1] // 2
     y = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
-    size = of.block  # gates of a program
+    size = of.block  # number of outputs of a program
     sizes = {"INNER": inner, "RANK": of.rank, "R": of.width, "BT": tile, "BN": size}
     options = {"ACT": NUMBER[activation], "PRECISION": of.precision, "num_warps": 4}
     strides = x.stride(0), of.b.stride(0), groups.ranks.stride(0)

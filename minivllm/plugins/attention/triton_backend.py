@@ -59,7 +59,7 @@ class Triton(AttentionBackend):
         super().__init__(options, ctx)
         # layers of these shapes do not use the Hopper kernel, since it gave different results when the engine started
         self.unfit: set[AttnSpec] = set()
-        # layers of these shapes have tiles of few lines for single tokens, with the bits of other tiles
+        # for layers of these shapes, smaller tiles for single tokens gave the bits of the usual tiles
         self.short: set[AttnSpec] = set()
         wanted = "auto" if options is None else options.shared_prefixes
         if wanted != "off" and not ctx.batch_invariant:

@@ -20,8 +20,8 @@ from minivllm.core.interfaces.kvformat import KVLayout
 from .triton_fixed import PROGRAMS, attend, short_lines
 from .triton_prefill import Tiles
 
-LENGTHS = (3, 300, 577, 1025)  # keys of each row
-AGREED: dict[tuple[Any, ...], bool] = {}  # results of this process
+LENGTHS = (3, 300, 577, 1025)  # number of keys of each row
+AGREED: dict[tuple[Any, ...], bool] = {}  # earlier results in this process, by the arguments of the comparison
 
 
 def short_lines_agree(spec: AttnSpec, dtype: torch.dtype, layout: KVLayout, lines: int, device: torch.device) -> bool:

@@ -88,7 +88,7 @@ class PredictionArch(ModelArch):
 
 
 def _one_layer(cfg: Any) -> Any:
-    """Return the config object of the head, which has one layer."""
+    """Return a copy of the model's config with one layer, as the head has."""
     own = copy.copy(cfg)
     own.num_hidden_layers = 1
     return own

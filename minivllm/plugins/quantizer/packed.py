@@ -477,7 +477,7 @@ class CheckpointQuantizer(Quantizer):
 
 
 def _check_plain(source: PartSource) -> None:
-    """Raise ModelError if the weight of a part without a layout is not floating-point."""
+    """Raise ModelError if the weight of a part (such as q) without a quantized layout is not floating-point."""
     if "weight" not in source.tensors:
         return
     dtype = source.tensors["weight"][1]

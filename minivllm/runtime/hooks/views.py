@@ -75,8 +75,8 @@ class BlocksView:
     tier: str  # device
     reason: str  # "stored", "evicted" (for other blocks) or "dropped" (by a reset, or replaced by newer content)
     keys: np.ndarray  # u64 hash of the content and of all earlier blocks
-    parents: np.ndarray  # u64 key of the previous block, 0 for none; empty unless stored
-    depth: np.ndarray  # i32 number of earlier blocks; empty unless stored
+    parents: np.ndarray  # u64 key of the previous block, 0 for none; empty unless ``reason`` is "stored"
+    depth: np.ndarray  # i32 number of earlier blocks; empty unless ``reason`` is "stored"
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,9 @@ def matched(elements: Sequence[Element], text: str, at: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Templates:
-    """Converts templates to elements.  ``spellings`` has the texts of each tag: its mark, its text, or both."""
+    """Converts templates of call syntax, such as "<call>{name}", to elements (pieces that are matched in order).
+
+    ``spellings`` has, for each tag in a template, the texts that stand for it in a reply."""
 
     spellings: Mapping[str, tuple[str, ...]]
 

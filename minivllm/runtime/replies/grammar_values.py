@@ -176,8 +176,9 @@ class Arguments:
         return joined(self._rules.terminal(f"{body} {after[0]}"), *after[1:])
 
     def _add_other(self, schema: Any, bodies: list[str], pieces: list[str]) -> None:
-        """Add a schema of values that may occur instead of a text: to the lexeme of the text, or as JSON.
-        Inexpressible if the text could be either a string or a bounded number."""
+        """Add the values that ``schema`` allows in place of a text: scalars to ``bodies``, objects and arrays as JSON
+        to ``pieces``.  Raise Inexpressible if its scalars have bounds, or if it allows scalars and objects or arrays.
+        """
         types = certain_types(schema, self._root) or set()
         brackets = types & {"object", "array"}
         if brackets and brackets == types:

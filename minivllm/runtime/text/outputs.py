@@ -366,7 +366,7 @@ class SequenceText:
             text = self._detokenizer.add(shown)
             if final:
                 text += self._detokenizer.finish()
-        if len(shown) < len(ids) and stopped is None:  # a tag that a parser reads may end the answer
+        if len(shown) < len(ids) and stopped is None:  # the token that ends the answer may be a tag that a parser reads
             self._end_mark = self._marks.get(ids[-1], "")
             text += self._end_mark
         self.token_ids += ids if used == len(ids) else ids[:used]

@@ -38,7 +38,7 @@ class LiveStates:
 
     @property
     def count(self) -> int:
-        """Return the number of readers."""
+        """Return the number of readers of all scopes."""
         return sum(map(len, self._readers.values()))
 
     def join(self, scope: str | None, offer: Offer) -> None:
