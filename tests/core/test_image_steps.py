@@ -121,6 +121,45 @@ def test_shares_of_images_are_counted_for_the_steps_that_compute_them():
     assert not steps.engine.images.work
 
 
+def test_a_step_that_reads_an_incomplete_image_is_counted_with_the_rest_of_its_work():
+    """When the last decoding row ends, the next step reads the image, and computes all shares that are left."""
+    steps = Steps(steps=40)
+    steps.add("text", out=9)
+    for _ in range(3):
+        steps.engine.step()
+    noted = {}
+    steps.engine.planner.note = lambda plan, ms: noted.update({plan.id: steps.engine.images.encoded_by(plan.id)})
+    steps.add("r", 3)
+    run(steps.engine)
+    begun, read = (
+        next(plan.id for (plan, _), found in zip(steps.plans, steps.figures(), strict=True) if found[column])
+        for column in (1, 2)
+    )
+    tokens = tokens_of(3)
+    shares = {step: found for step, found in noted.items() if found}
+    assert list(shares) == list(range(begun, read + 1)) and read > begun + 2
+    assert shares.pop(read) == pytest.approx((tokens * (40 - read + begun) / 40, tokens))
+    assert list(shares.values()) == [pytest.approx((tokens / 40, tokens))] * (read - begun)
+    assert not steps.engine.images.work
+
+
+def test_the_work_of_features_that_are_freed_is_not_counted():
+    steps = Steps(steps=30)
+    steps.add("text", out=40)
+    for _ in range(3):
+        steps.engine.step()
+    steps.add("r", 3)
+    for _ in range(4):
+        steps.engine.step()
+    images = steps.engine.images
+    assert images.dividing and len(images.work) > 20
+    number = images.divided.number
+    images.lose([number])
+    assert not images.dividing and all(step <= images.step for step in images.work)
+    run(steps.engine)
+    assert not images.work
+
+
 def test_an_image_alone_is_encoded_and_read_in_one_step():
     steps = Steps()
     steps.add("r", 3, 2)

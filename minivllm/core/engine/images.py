@@ -36,6 +36,7 @@ MAX_CONTENTS = 65536  # largest number of image contents that keep their number 
 # an H200
 MOST_AHEAD = 1024
 MOST_AT_ONCE = 4  # see ``Images.encode_next``
+NO_TOKENS = 1e-6  # a sum of shares of images up to this is a rounding error
 NUMBERS = 2**31 - 1  # first number of an image content; larger than every token id, within int32
 
 
@@ -195,6 +196,7 @@ class Images:
     def _free(self, content: Content) -> None:
         """Free the features of a content that no running row needs.  The device frees the memory with the next
         delta."""
+        self._cut(content)
         content.encoded = content.ahead = False
         self.used -= content.size
         self.feature_bytes -= content.size
@@ -215,6 +217,7 @@ class Images:
                 continue
             self._unlist(content)
             if content.encoded:
+                self._cut(content)
                 content.encoded = content.ahead = False
                 self.feature_bytes -= content.size
 
@@ -241,7 +244,11 @@ class Images:
                     continue
                 if not content.encoded:
                     self._encode(content, placed.image)
-                elif not content.ahead:
+                    continue
+                rest = self._cut(content)  # the step computes it, because it reads the features
+                if rest:
+                    self._count(self.step, rest, placed.image.tokens)
+                if not content.ahead:
                     self.reused += a <= placed.position
                 content.ahead = False
 
@@ -298,14 +305,33 @@ class Images:
         """Request that the device computes the features of an image in so many steps from the planned one on."""
         content.encoded = True
         content.due = self.step + steps
+        content.steps = steps
         for step in range(self.step, content.due):
-            tokens, context = self.work.get(step, (0.0, 0.0))
-            share = image.tokens / steps
-            pairs = tokens * context + share * image.tokens
-            self.work[step] = tokens + share, pairs / (tokens + share)
+            self._count(step, image.tokens / steps, image.tokens)
         self.feature_bytes += content.size
         self.encoded += 1
         self.encodes.append((content, image, steps))
+
+    def _count(self, step: int, tokens: float, context: float) -> None:
+        """Add ``tokens`` of an image to those that a step encodes, or remove them if the number is negative.
+        ``context`` is the number of tokens of the image."""
+        known, mean = self.work.get(step, (0.0, 0.0))
+        total = known + tokens
+        if total > NO_TOKENS:
+            self.work[step] = total, (known * mean + tokens * context) / total
+        else:
+            self.work.pop(step, None)
+
+    def _cut(self, content: Content) -> float:
+        """Remove the shares of an image in steps behind the planned one, which will not compute them, and return their
+        tokens."""
+        context = content.size / self.token_bytes
+        share = context / content.steps
+        later = range(self.step + 1, content.due)
+        for step in later:
+            self._count(step, -share, context)
+        content.due = min(content.due, self.step + 1)
+        return len(later) * share
 
     def encoded_by(self, step: int) -> tuple[float, float] | None:
         """Remove and return the image tokens that a finished step encoded, and the mean tokens of their images; None if
