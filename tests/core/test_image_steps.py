@@ -111,14 +111,22 @@ def test_shares_of_images_are_counted_for_the_steps_that_compute_them():
     steps.add("text", out=30)
     for _ in range(3):
         steps.engine.step()
-    noted = []
-    steps.engine.planner.note = lambda plan, ms: noted.append(steps.engine.images.encoded_by(plan.id))
+    noted, changes, images = [], [], steps.engine.images
+
+    def note(plan, ms):
+        changes.append(images.changed_by(plan))
+        noted.append(images.encoded_by(plan.id))
+
+    steps.engine.planner.note = note
     steps.add("r", 3, 2)
     run(steps.engine)
     four, three = tokens_of(3), tokens_of(2)
     found = [one for one in noted if one]
     assert found == [pytest.approx((four / 3, four))] * 3 + [pytest.approx((three / 3, three))] * 3
-    assert not steps.engine.images.work
+    assert not images.work
+    freed = [len(plan.delta.image) > 0 for plan, _ in steps.plans[-len(noted) :]]
+    assert changes == [one is not None or free for one, free in zip(noted, freed, strict=True)]
+    assert sum(changes) >= 6 > sum(freed), "further shares of an image are no change of a plan"
 
 
 def test_a_step_that_reads_an_incomplete_image_is_counted_with_the_rest_of_its_work():

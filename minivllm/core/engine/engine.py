@@ -478,7 +478,7 @@ class Engine:
         for result in self.ask(self._results, found):
             flight = self.in_flight.popleft()
             self.clock.collected(result.device_ms, result.seams, result.form)
-            encodes = len(flight.plan.delta.image) > 0  # the time is not that of its tokens alone
+            encodes = self.images is not None and self.images.changed_by(flight.plan)
             if self.cache.tiers is not None and not encodes:
                 self.cache.tiers.choice.step_ended(flight.plan.q_len, result.device_ms)
             self.events.publishing(self._publish, flight, result)

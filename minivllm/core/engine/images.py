@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from minivllm.core.interfaces.executor import Capacity, ImageWiring, Wiring
     from minivllm.core.interfaces.images import PreparedImage
+    from minivllm.core.interfaces.plan import StepPlan
 
     from .request import Request, Seq
     from .slots import Slots
@@ -332,6 +333,11 @@ class Images:
             self._count(step, -share, context)
         content.due = min(content.due, self.step + 1)
         return len(later) * share
+
+    def changed_by(self, plan: StepPlan) -> bool:
+        """Return whether a step that has not been noted yet computes or frees features, so that its time is not that of
+        its tokens alone."""
+        return len(plan.delta.image) > 0 or plan.id in self.work
 
     def encoded_by(self, step: int) -> tuple[float, float] | None:
         """Remove and return the image tokens that a finished step encoded, and the mean tokens of their images; None if
