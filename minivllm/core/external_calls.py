@@ -83,7 +83,7 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_within(within: str, method: str) -> None:
-    """Raise RequestError if the engine runs a method.  ``within`` is its name, or ""."""
+    """Raise RequestError for a call of ``method`` during ``within``, the method that the engine runs ("" for none)."""
     if within:
         raise RequestError(
             f"{method} was called while the engine is in {within}: a function that the engine calls, or another "

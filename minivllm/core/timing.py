@@ -57,7 +57,7 @@ class StartTimes:
             self._inner += seconds
 
     def _add(self, part: str, seconds: float) -> None:
-        """Add seconds to a part."""
+        """Add seconds to the measured time of a part of the start."""
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
 

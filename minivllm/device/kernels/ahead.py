@@ -279,7 +279,7 @@ class CompiledMarks:
         self.path = Path(knobs.cache.dir) / f"minivllm-{name}.compiled"
 
     def exist(self) -> bool:
-        """Return whether the kernels were compiled before."""
+        """Return whether the file exists, because an earlier start has compiled the kernels."""
         return os.path.exists(self.path)
 
     def set(self) -> None:

@@ -300,7 +300,8 @@ NO_DIVISION = {"PARTS": 0, "PARTS_P": 1}  # constants of kernels whose inputs ne
 class Division(NamedTuple):
     """The division of inputs x [T, H] by sqrt(sum of squares / H + eps) in a kernel.
 
-    ``parts`` is the number of ``squares`` f32 [T, parts] of a token.  0 means no division and any tensor.
+    ``parts`` is the number of ``squares`` f32 [T, parts] of a token.  0 means that nothing is divided and
+    ``squares`` is not read.
     """
 
     squares: Tensor

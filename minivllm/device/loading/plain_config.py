@@ -71,7 +71,7 @@ ROPE_KINDS = {"default", "linear", "llama3"}
 ROPE_NUMBERS = {
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
 }  # fmt: skip
-# fields that architectures read and that no file read here has
+# fields that architectures read; one that this reader has not set does not exist (AttributeError)
 UNSET = {
     "layer_types", "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config",
     "quantization_config", "rope_scaling", "rope_theta", "sliding_window", "text_of", "use_bidirectional_attention",

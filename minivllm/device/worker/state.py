@@ -247,7 +247,7 @@ class DeviceState:
 
     def stored(self, slots: Tensor, tokens: Tensor) -> Tensor:
         """Return the numbers i64 [G, N] of tokens in the KV cache of each group, for ``slots`` i64 [N] with ``tokens``
-        i64 [N] computed tokens.  It is smaller than ``tokens`` for rows that were compressed."""
+        i64 [N] computed tokens.  The numbers are smaller than ``tokens`` for rows that were compressed."""
         assert self.dropped is not None
         return tokens - self.dropped[:, slots]
 

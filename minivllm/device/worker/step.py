@@ -120,7 +120,7 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
         padding = index >= cu_q[-1]
         nobody = nobody | padding
         if state.rope_first is not None:
-            # padding has the first row, whose images may give it a row before the rotary tables
+            # padding counts as tokens of the first row, whose images may give a negative index of the rotary tables
             rotary = rotary.masked_fill(padding, 0)
     slot_map = place.masked_fill(nobody, 0)
     meta = AttnMeta(

@@ -90,7 +90,7 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _Design:
-    """A linear problem: the costs to find, with a column of ``matrix`` for each.
+    """A linear least-squares problem, in which each unknown cost of a step has a column of ``matrix``.
 
     ``parts`` lists the costs: points of the line of decode rows; points of the line of tokens beyond the limit, and
     slopes there; points and slopes within the limit; slopes of all steps.

@@ -41,7 +41,7 @@ PART: tl.constexpr = tl.constexpr(1 << 16)
 AT_ONCE: tl.constexpr = tl.constexpr(16)  # number of partial sums that are loaded together
 PROGRAMS = 3 * 132  # number of programs that an H200 runs at the same time
 LEAST_VECTOR = 128  # least size of a vector over the rows of a step with shared prefixes
-LONG = 8192  # rows are split into parts for any number of rows if a context may have more tokens than this
+LONG = 8192  # if contexts may be longer, each row is split into parts even in a step of many rows
 
 
 @triton.jit

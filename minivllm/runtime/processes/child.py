@@ -46,7 +46,7 @@ class Words(threading.Thread):
         self.last = b""
 
     def run(self) -> None:
-        """Copy until no process holds the writing end."""
+        """Copy the output of the pipe until no process has its writing end open."""
         while output := os.read(self._pipe, 1 << 16):
             self.last = (self.last + output)[-LAST_WORDS:]
             with contextlib.suppress(Exception):  # standard error may be absent or closed

@@ -123,7 +123,7 @@ class Messages(Chat):
                 yield b"".join(map(encode_typed, events))
 
     async def written(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yield the whole message."""
+        """Yield the JSON of the whole message once it is complete, for a request without ``stream``."""
         blocks = ContentBlocks(self.shows_thoughts)
         parts: Sequence[Part] = ()
         async for parts in self.parts(answer):

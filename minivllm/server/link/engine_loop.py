@@ -152,7 +152,7 @@ class EngineLoop(TurnLoop):
         self._sent = 0.0  # time.monotonic() of the last sent frame
         self._dead_sent = False  # whether the end of the engine was reported
         engine.events.tokens_streamed.subscribe(self._add_tokens)
-        self.frames: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []  # full frames of this turn
+        self.frames: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []  # unsent complete messages of this turn
         self._clear()
 
     @property
@@ -185,7 +185,7 @@ class EngineLoop(TurnLoop):
         return worked
 
     def _published(self, publish: Callable[[Flight, StepResult], None], flight: Flight, result: StepResult) -> None:
-        """Store the plan of a step whose result was collected, for ``_step``."""
+        """Publish the result of a step, and store the step's plan, with which ``_step`` measures the cost of tokens."""
         self._collected.append(flight.plan)
         publish(flight, result)
 

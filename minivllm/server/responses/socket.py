@@ -42,7 +42,7 @@ MOST_LOCAL = 64  # largest number of responses that a connection keeps
 
 
 class ResponsesSocket(Socket):
-    """One WebSocket for responses."""
+    """A WebSocket connection on which a client requests answers as events of OpenAI's Responses API."""
 
     def __init__(self, socket: WebSocket, service: Service, keys: ApiKeys) -> None:
         super().__init__(socket, service, keys)
