@@ -59,7 +59,7 @@ class Seq:
     # number of cached blocks at the beginning of its prompt, as ``KVCache.hints`` found; None if
     # not known
     hint: int | None = None
-    hinted: int = 0  # value of ``Checkpoints.changes`` when ``hint`` was computed
+    hinted: int = 0  # value of the counter ``Checkpoints.changes`` when ``hint`` was computed
     # For a sequence without a slot: id of the last step in flight that contains it, 0 if there is
     # none.
     in_flight: int = 0

@@ -45,10 +45,10 @@ class Component:
     count: int = 0
     held: int = 0  # bytes of the modules as they are stored
     plain: int = 0  # bytes of the modules without quantization
-    # dtypes of the stored tensors, in words -> number of modules
+    # description of a module's stored dtypes -> number of modules with it
     forms: Counter[str] = field(default_factory=Counter)
     quantized: bool = False
-    # stored dtypes in words -> range of rows -> name of the kernel that multiplies
+    # description of stored dtypes -> range of numbers of rows -> name of the kernel that multiplies
     served: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
 

@@ -36,7 +36,7 @@ from .trials import Metric, counted, ratio_text
 
 MOST_STEPS = 200  # points of the line of a distribution, at most
 MOST_LINES = 4  # lines of distributions in a chart, at most
-MOST_SPANS = 40  # requests in a timeline, at most
+MOST_SPANS = 40  # largest number of requests in a timeline
 WHOLE_STEP = "step: all layers"  # name of the row in ``bench kernels`` that is the sum of all other rows
 STYLE = """
 :root{--f:#1b1f24;--g:#fff;--h:#667;--r:#d5dae1;--a:#2f6fb3;--b:#c2571a;--c:#2e8b57;--d:#8a4fa3;

@@ -389,7 +389,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
-    """Create transformers' model with parameters on the meta device and real buffers.  Raise ModelError."""
+    """Create transformers' model with parameters on the meta device and real buffers.
+
+    ModelError if transformers does not support the checkpoint's config.json."""
     from transformers import AutoModelForCausalLM
 
     try:

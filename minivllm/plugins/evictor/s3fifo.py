@@ -28,7 +28,8 @@ MAIN = 4  # bit of ``LeafBlock.mark`` that is set for blocks in the main queue, 
 
 
 class S3Fifo(Leaves):
-    """An evictor with two queues, O(log n) per key.  A block that is kept loses a hit.
+    """An evictor with two queues, O(log n) per key.  A block with hits at the head of the main queue is not evicted: it
+    loses a hit and goes to the queue's end.
 
     Invariant: ``small`` is the number of cached blocks, ripe or not, that belong to the small queue.
     """

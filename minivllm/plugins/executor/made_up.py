@@ -23,7 +23,7 @@ INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
 # Constants from which independent random numbers are derived for one hash.
 SAMPLE, LENGTH_LANE = np.uint64(0xD6E8FEB86659FD93), np.uint64(0xA0761D6478BD642F)
 MULTIPLIERS = 16  # number of multipliers; each orders the vocabulary in another way
-PROBED = 64  # so many of the best tokens are checked before the whole mask is read
+PROBED = 64  # number of best tokens whose mask bits are checked before the whole mask is read
 
 
 def mixed(h: np.ndarray) -> np.ndarray:

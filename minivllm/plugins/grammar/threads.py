@@ -64,9 +64,10 @@ class Hill:
 
 
 class Threads:
-    """Pools of 1, 2, 4 ... ``most`` threads, each created at its first use by ``make(n)``.
+    """Runs calls with the number of threads that has been fastest for calls of their kind and size.
 
-    The pool None means the caller's own thread.  Only one call may run at a time.
+    There are pools of 1, 2, 4 ... ``most`` threads, each created at its first use by ``make(n)``.  The pool None means
+    the caller's own thread.  Only one call may run at a time.
     """
 
     def __init__(self, most: int, make: Callable[[int], Any]) -> None:

@@ -78,7 +78,7 @@ def read_digest(fd: int) -> bytes:
     head = os.pread(fd, FILE_HEAD.size, 0)
     digest = FILE_HEAD.unpack(head)[2] if len(head) == FILE_HEAD.size else b""
     if head != file_head(digest):
-        raise ValueError("it has no valid head")
+        raise ValueError("it has no valid header")
     return digest
 
 

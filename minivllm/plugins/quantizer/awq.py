@@ -65,7 +65,7 @@ class AwqLayout(PartLayout):
         return whole[:, rows.start - before : rows.stop - before].t()
 
     def _unpacked(self, words: Tensor) -> Tensor:
-        """Return the outputs u8 [n, 8 * m] of words [n, m]."""
+        """Unpack words i32 [n, m] to 4-bit codes u8 [n, 8 * m], in the order of the outputs."""
         words = words.to(self.share.device)
         codes = forms.fields(words, 4, FIELDS * words.shape[1])
         by_word = codes.view(len(words), -1, FIELDS)

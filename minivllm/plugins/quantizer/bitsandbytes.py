@@ -166,7 +166,7 @@ class EightBits(PartLayout):
         share = self.share
         order = int(given[self.order]) if self.order else 0
         if order != 0:
-            raise ModelError(f"{self.order}={order}: expected 0, rows as they lie")
+            raise ModelError(f"{self.order}={order}: expected 0 (rows in their original order)")
         codes = given["weight"][share.rows, share.columns].to(share.device, copy=True)
         scale = by_row(given[self.scale], share, 1) / 127
         group_of = share.group_of(share.inputs)

@@ -25,8 +25,8 @@ from .options import FairOptions
 if TYPE_CHECKING:
     from typing import Any
 
-FEW = 65536  # up to so many comparisons, comparing all pairs is faster than sorting
-SPARE = 1024  # so many counters are kept of tenants that neither wait nor run
+FEW = 65536  # largest number of pairs for which comparing all pairs is faster than sorting
+SPARE = 1024  # number of counters that are kept for tenants without waiting or running requests
 
 
 class Fair(SchedulerPolicy):

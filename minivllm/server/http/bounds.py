@@ -82,7 +82,7 @@ def check_shape(raw: bytes) -> None:
 
 
 def check_values(values: int) -> None:
-    """Raise ApiError (400) for too many values.  The caller has not counted long lists of token ids."""
+    """Raise ApiError (400) if ``values``, the count of a body's values without long lists of ids, is too large."""
     if values > MOST_VALUES:
         raise ApiError(400, f"the body holds {values} values beside its token ids; expected at most {MOST_VALUES}")
 

@@ -47,7 +47,7 @@ class ChatLines(EventStream):
 
 
 class TextLines(ChatLines):
-    """The stream of ``/api/generate``."""
+    """The lines of JSON that ``/api/generate`` streams."""
 
     comment = b'{"response":"","done":false}\n'
 
