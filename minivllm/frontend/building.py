@@ -62,8 +62,8 @@ def build_engine(loaded: Loaded, live: bool = False) -> Built:
 def uncollected(live: bool) -> Iterator[None]:
     """Pause the automatic garbage collection of the process, which takes some tenths of a second of a start.
 
-    Without ``live`` all garbage is collected at the end, so that the first requests need not wait for a collection of
-    all loaded modules.  A server does this itself once it is ready."""
+    Without ``live`` (a server) all garbage is collected at the end, so that the first requests need not wait for a
+    collection of all loaded modules.  A server collects it once it is ready."""
     enabled = gc.isenabled()
     gc.disable()
     try:

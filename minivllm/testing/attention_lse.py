@@ -46,7 +46,7 @@ class AttentionLse:
         """
         self.need("lse")
         total = 37  # number of keys of the whole context
-        first = 13  # number of keys of its first part
+        first = 13  # number of keys of the first part of the context
         world = World(self, self.plain(), 3, total + 1)
         start = world.add()
         end = world.add()

@@ -30,7 +30,7 @@ class Content:
     encoded: bool = False
     # id of the first step that finds all features computed; a step before it would compute the rest
     due: int = 0
-    steps: int = 1  # number of steps among which the work of the features was divided
+    steps: int = 1  # number of steps among which the computation of the features is divided
     # whether the features were computed ahead of time and no step has read them yet
     ahead: bool = False
     listed: bool = True  # whether later requests with the same image get this content

@@ -37,7 +37,7 @@ MAX_CONTENTS = 65536  # largest number of image contents that keep their number 
 # an H200
 MOST_AHEAD = 1024
 MOST_AT_ONCE = 4  # see ``Images.encode_next``
-NO_TOKENS = 1e-6  # a sum of shares of images up to this is a rounding error
+NO_TOKENS = 1e-6  # a sum of image tokens up to this is 0 with rounding errors
 NUMBERS = 2**31 - 1  # first number of an image content; larger than every token id, within int32
 
 
@@ -246,7 +246,7 @@ class Images:
                 if not content.encoded:
                     self._encode(content, placed.image)
                     continue
-                rest = self._cut(content)  # the step computes it, because it reads the features
+                rest = self._cut(content)  # the planned step computes and reads it
                 if rest:
                     self._count(self.step, rest, placed.image.tokens)
                 if not content.ahead:
@@ -324,8 +324,8 @@ class Images:
             self.work.pop(step, None)
 
     def _cut(self, content: Content) -> float:
-        """Remove the shares of an image in steps behind the planned one, which will not compute them, and return their
-        tokens."""
+        """Remove the shares of an image from the steps after the planned one, which computes them instead.
+        Return the number of their tokens."""
         context = content.size / self.token_bytes
         share = context / content.steps
         later = range(self.step + 1, content.due)

@@ -82,8 +82,8 @@ class StepWiring:
     run_ahead: int | None = None
     # milliseconds that a step with decoding rows should take at most, "auto" or "off"
     tpot_target_ms: float | str = "off"
-    # "start": all sizes of steps are captured before the engine is ready; "gradual": those of first requests are, and
-    # the others while the engine serves, when it is idle or when steps have such a size often
+    # "start": all sizes of steps are captured before the engine is ready; "gradual": a few sizes are, and each other
+    # size is captured when the engine is idle, or during a step once this size has become frequent
     graph_captures: str = "gradual"
     # Whether kernels that the start needs are compiled in several threads before they run; None means where possible,
     # and True adds a note where it is not.

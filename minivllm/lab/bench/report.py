@@ -34,8 +34,8 @@ from .repeats import with_bounds
 from .serving import knee_text
 from .trials import Metric, counted, ratio_text
 
-MOST_STEPS = 200  # points of the line of a distribution, at most
-MOST_LINES = 4  # lines of distributions in a chart, at most
+MOST_STEPS = 200  # largest number of points of the line of a distribution
+MOST_LINES = 4  # largest number of lines of distributions in a chart
 MOST_SPANS = 40  # largest number of requests in a timeline
 WHOLE_STEP = "step: all layers"  # name of the row in ``bench kernels`` that is the sum of all other rows
 STYLE = """

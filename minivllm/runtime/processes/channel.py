@@ -187,7 +187,7 @@ class Incoming:
 
 
 class Channel:
-    """One end of a channel.  It belongs to one thread."""
+    """One end of a connection between two processes.  Only one thread may use it."""
 
     def __init__(self, sock: socket.socket, file: int, started: bool) -> None:
         """Map ``file``, a descriptor of ``shared_file(Channel.BYTES)``.

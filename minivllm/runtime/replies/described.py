@@ -18,7 +18,7 @@ class DescribedParser(ReplyParser):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        # compiled formats; there are only a few, because the marks belong to the tokenizer
+        # (strictness and marks of a tokenizer) -> compiled format; a process has only a few
         self._plans: dict[tuple[Any, ...], FormatPlan] = {}
 
     def tags(self) -> tuple[str, ...]:
