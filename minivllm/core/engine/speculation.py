@@ -174,8 +174,8 @@ class Class:
         return stopped
 
     def _decide(self, gain: float) -> bool:
-        """Begin or end a trial of speculation.  ``gain`` is the largest measured gain, 0 if none was measured.  Return
-        whether speculation was switched off."""
+        """Choose whether the next steps have drafts, no drafts, or a trial of another number of drafts.  ``gain`` is
+        the largest measured gain, 0 if none was measured.  Return whether speculation was switched off."""
         if not self.on:  # the last steps had no drafts, and were timed
             self.on = self.trial = True
             self.left = self.tries

@@ -114,7 +114,7 @@ def _inputs(row, at, on, factors, like, F: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def _products(now, v, words, F: tl.constexpr, E: tl.constexpr):
-    """Return the products of ``_weights`` [BN, W] and ``_inputs``, summed for each element."""
+    """Return the products [BN, W] of ``_weights`` and ``_inputs``; those of one packed word are summed."""
     raw, s, z = now
     if E.unit == 1:
         return raw.to(tl.float32) * v[0]

@@ -135,7 +135,7 @@ def _layer_list(found: Any, name: str, least: int, most: int) -> list[int]:
 
 
 def _nested(cfg: Any) -> dict[str, Any]:
-    """Return the object ``eagle_config`` of config.json, which is empty if it is missing."""
+    """Return the object ``eagle_config`` of config.json, {} if it is missing.  ModelError if it is no object."""
     found = getattr(cfg, "eagle_config", None)
     if not isinstance(found, dict | None):
         raise ModelError(f"eagle_config={shown(found)}: expected an object")
