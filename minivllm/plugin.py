@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         AdapterMethod,
         AdapterSource,
         AdapterTarget,
+        ExtendedWeight,
         LowRank,
         TensorCopy,
         adapter_refusal,
@@ -186,7 +187,7 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.core.interfaces.taps": "Tap",
     # adapter
     "minivllm.core.interfaces.adapter": "AdaptedLayer AdaptedModel AdapterContext AdapterMemory AdapterMethod "
-    "AdapterSource AdapterTarget LowRank TensorCopy adapter_refusal",
+    "AdapterSource AdapterTarget ExtendedWeight LowRank TensorCopy adapter_refusal",
     # attention
     "minivllm.core.interfaces.attention": "NULL_BLOCK AttentionBackend AttentionContext AttnLayer "
     "AttnMeta AttnSpec GraphKey QKPre",
@@ -310,6 +311,7 @@ __all__ = [
     "Executor",
     "ExpertNames",
     "Experts",
+    "ExtendedWeight",
     "FinishedStep",
     "GatedDelta",
     "Grammar",

@@ -172,7 +172,7 @@ def test_when_nothing_is_left_to_draw_that_request_ends_alone(llm):
     want = llm.generate([4, 5], plain, use_tqdm=False)[0].tokens
     nothing = SamplingParams(allowed_token_ids=[7], bad_words=[[7]])
     a, b = llm.generate([[4, 5], [4, 5]], [plain, nothing], use_tqdm=False)
-    assert a.tokens == want and b.finish_reason == "error" and "left no token" in b.error
+    assert a.tokens == want and b.finish_reason == "error" and "allow no token" in b.error
 
 
 def test_another_end_changes_nothing_else_and_is_refused_below_min_tokens():

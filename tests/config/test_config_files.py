@@ -181,7 +181,7 @@ def test_yaml_has_the_words_and_numbers_of_yaml_1_2(write):
          "a.yaml: its aliases expand to more than 1000000 values; write fewer values"),
         ("seed: 1\n---\nseed: 2\n", "a.yaml:2:1: expected a single document in the stream, but found another document"),
         ("x: " + "[" * 3000, "a.yaml: lists or tables are nested deeper than Python can parse; use fewer levels"),
-        ("scheduler: {name: a, options: {1: 2}}", "a.yaml:1: the key 1 is a int: put it in quotes"),
+        ("scheduler: {name: a, options: {1: 2}}", "a.yaml:1: the key 1 is no text (int): put it in quotes"),
         ("base: &b {name: x}\nscheduler:\n  <<: *b\n  name: y\n  name: z\n",
          "a.yaml:5:3: the key 'name' is there twice"),
     ],

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 OWN = "minivllm/"  # start of the names of minivllm's own plug-ins
-# stages of a start whose kernels are compiled
-READY = (
-    "ready"  # the captures before the engine is ready, and steps that ordinary requests may need (``served_kernels``)
-)
-ALL = "all"
 
 
 class Rehearsals:
