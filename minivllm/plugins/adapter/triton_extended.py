@@ -10,28 +10,14 @@ program has a tile of tokens with the same adapter, or with none, and a range of
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from minivllm.device.kernels.activation import NUMBER, activate
 from minivllm.device.kernels.launch import cdiv, kernel, pdl, wait
 
-if TYPE_CHECKING:
-    from .triton_lora import LoraProduct, TokenGroups
-
-
-@triton.jit
-def _of_tile(rows, sizes, places, ranks, tile, layers, BT: tl.constexpr):
-    """Return the rank and the place of a tile's adapter, for each of BT places whether the tile has a token there, and
-    the indices of these tokens in the step (0 if there is none)."""
-    j = tl.arange(0, BT)
-    used = j < tl.load(sizes + tile)
-    t = tl.load(rows + tile * BT + j)
-    return tl.load(ranks + tile * layers), tl.load(places + tile), used, tl.where(used, t, 0)
+from .triton_lora import LoraProduct, TokenGroups, of_tile
 
 
 @kernel("sizes", "places", "ranks", "layers")
@@ -50,7 +36,7 @@ def _expand(
     wait(PDL)
     if tl.load(sizes + tile) == 0:
         return
-    rank, place, used, t = _of_tile(rows, sizes, places, ranks, tile, layers, BT)
+    rank, place, used, t = of_tile(rows, sizes, places, ranks, tile, layers, tl.arange(0, BT), BT)
     r = tl.arange(0, R)
     there = used[:, None] & (n < stop)[None, :]
     row = x + tl.cast(t, tl.int64)[:, None] * x_row
@@ -84,7 +70,7 @@ def _gate(
     wait(PDL)
     if tl.load(sizes + tile) == 0:
         return
-    rank, place, used, t = _of_tile(rows, sizes, places, ranks, tile, layers, BT)
+    rank, place, used, t = of_tile(rows, sizes, places, ranks, tile, layers, tl.arange(0, BT), BT)
     dtype: tl.constexpr = x.dtype.element_ty
     r = tl.arange(0, R)
     n = block * BN + tl.arange(0, BN)

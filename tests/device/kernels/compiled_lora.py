@@ -8,6 +8,7 @@ import torch
 from compiled_loops import MADE, Compiled, Hopper
 from triton.runtime import driver
 
+from minivllm.plugins.adapter import triton_extended as extended
 from minivllm.plugins.adapter import triton_lora as lora
 from minivllm.plugins.adapter import triton_merged as merged
 
@@ -48,10 +49,28 @@ def gates() -> None:
     print(len(made), len({kernel.hash for kernel in made}))
 
 
+def behind() -> None:
+    """Compile the kernels for products of A that come with those of the weight."""
+    extended._expand, extended._gate = Compiled(extended._expand), Compiled(extended._gate)
+    ranks = empty(PLACES, 10, dtype=torch.int32)
+    down = lora.LoraProduct(empty(PLACES, 1, RANK, 14336), empty(PLACES, 4096, RANK), 2, [0])
+    up = lora.LoraProduct(empty(PLACES, 2, RANK, 4096), empty(PLACES, 28672, RANK), 1, [0, 14336])
+    before = len(MADE)
+    for tokens in (1, 2, 17, 32, 256, 257, 600, 1000):
+        groups = lora.group(empty(tokens, dtype=torch.int32), ranks, False)
+        y = empty(tokens, 4096 + PLACES * RANK)
+        extended.expand_behind(down, y, groups)
+        extended.add_behind(down, y, empty(tokens, 4096), empty(4096), groups)
+        extended.gate_behind(up, empty(tokens, 28672 + 2 * PLACES * RANK), "silu", groups)
+    made = [kernel for kernel in MADE[before:] if kernel.name in ("_expand", "_gate")]
+    print(len(made), len({kernel.hash for kernel in made}))
+
+
 def main() -> None:
     driver.set_active(Hopper())  # type: ignore[arg-type]
     separate()
     gates()
+    behind()
 
 
 if __name__ == "__main__":

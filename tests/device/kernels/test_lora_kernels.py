@@ -31,6 +31,15 @@ def test_each_token_gets_the_product_of_its_adapter(dtype, shape):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("shape", checks.SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 6e-2)], ids=str)
+def test_each_token_gets_the_product_of_its_adapter_from_rows_behind_the_weight(dtype, bound, shape):
+    for tokens in (1, 19, 260, 1000):
+        checks.check_behind("cuda", dtype, shape, tokens, bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("tokens", [70, 300, 1030, 4100])
 def test_a_gate_with_the_products_of_adapters_has_the_bits_of_separate_kernels(tokens):
     checks.check_gate("cuda", torch.bfloat16, tokens, 2e-2)
@@ -42,6 +51,7 @@ def test_steps_of_all_numbers_of_tokens_run_three_variants_of_each_kernel():
     script = str(Path(__file__).with_name("compiled_lora.py"))
     done = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    separate, gates = done.stdout.splitlines()
+    separate, gates, behind = done.stdout.splitlines()
     assert separate == "30 3 6 9 True", "launches, variants by number of tokens, wide reads"
     assert gates == "3 1", "launches, variants"
+    assert behind == "24 6", "launches, variants: of two sizes of tiles for each of three operations"
