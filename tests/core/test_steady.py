@@ -49,18 +49,24 @@ def add_one(engine, rng: random.Random, name: str):
     return request(engine, name, prompt, **params)
 
 
+def run_step(engine, rng: random.Random, made: list, aborts: float, forgotten: tuple[str, ...]) -> None:
+    """Run a step, before which a request may be aborted and the planner's attributes ``forgotten`` are cleared."""
+    if rng.random() < aborts and made:
+        engine.abort(rng.choice(made).id)
+    for name in forgotten:
+        assert hasattr(engine.planner, name)
+        setattr(engine.planner, name, None)
+    engine.step()
+    engine.cache.check()
+
+
 def drive(engine, seed: int, anew: bool) -> list:
     """Add and remove requests at steps that depend on the seed.  With ``anew``, every step is planned."""
     rng, made, step = random.Random(seed), [], 0
     while engine.busy or len(made) < 25:
         if len(made) < 25 and rng.random() < 0.15:
             made.append(add_one(engine, rng, f"r{len(made)}"))
-        if rng.random() < 0.02 and made:
-            engine.abort(rng.choice(made).id)
-        if anew:
-            engine.planner.steady = engine.planner.drafted = None
-        engine.step()
-        engine.cache.check()
+        run_step(engine, rng, made, 0.02, ("steady", "drafted") if anew else ())
         step += 1
         assert step < 5000
     at_rest(engine)
@@ -102,12 +108,7 @@ def drive_drafts(engine, seed: int, anew: bool) -> list:
             made.append(
                 request(engine, f"r{len(made)}", prompt, max_tokens=rng.randint(1, 60), ignore_eos=True, **more)
             )
-        if rng.random() < 0.01 and made:
-            engine.abort(rng.choice(made).id)
-        if anew:
-            engine.planner.drafted = None
-        engine.step()
-        engine.cache.check()
+        run_step(engine, rng, made, 0.01, ("drafted",) if anew else ())
         step += 1
         assert step < 5000
     at_rest(engine)

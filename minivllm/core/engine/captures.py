@@ -25,7 +25,7 @@ class IdleCaptures:
         self._tokens = 0
 
     def turn(self, call: Callable[[str], Any], tokens: int) -> None:
-        """Make one capture through the executor, which takes 17 to 40 ms on a GPU.
+        """Make one capture through the executor.
 
         ``tokens`` is the number of tokens that the engine has generated so far.  If it has grown since the last call,
         the engine was busy until now, and the next capture waits for ``QUIET`` seconds.  ``call(verb)`` is a method of

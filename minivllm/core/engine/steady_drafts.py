@@ -84,9 +84,8 @@ def next_drafted(planner: DraftPlanner) -> StepPlan | None:
     if np.count_nonzero(missing):
         if not cache.can_take(missing):
             return None
-        newest = cache.missing(
-            at, known
-        )  # blocks are taken for the newest tokens first, as in a step planned in full
+        # blocks are taken for the newest tokens first, as in a step planned in full
+        newest = cache.missing(at, known)
         cache.grow(at, newest)
         cache.grow(at, missing - newest)
     rows = computed[last.sequence] + last.plan.draft
