@@ -4,6 +4,7 @@ engine plans the same steps, and what a table or a rate may not be is refused.""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.errors import ConfigError, PluginError
 from minivllm.lab.simulate import cases, figures
-from minivllm.lab.simulate.calibrate import Calibrator, calibrate
+from minivllm.lab.simulate.calibrate import SHARES, Calibrator, calibrate
 from minivllm.lab.simulate.fit import MeasuredStep, errors, fit
 from minivllm.lab.traces.read import read_trace
 from minivllm.lab.traces.trace import build
@@ -384,10 +385,10 @@ def test_mixed_steps_are_measured_at_every_number_of_rows_and_none_is_preempted(
     """However small the cache: what a row that is preempted costs would be charged to others."""
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "num_kvcache_blocks": blocks}
     with LLM("pocket", executor={"name": "sim", "options": {"step_ms": 0}}, device="cpu", **sizes) as llm:
-        with Calibrator(llm.engine) as c:
-            for _ in range(12):
-                c.mixed("mixed", 0.0)
-            c.traffic("traffic", 0.05)
+        ticks = itertools.count()
+        with Calibrator(llm.engine, timer=lambda: float(next(ticks))) as c:
+            c.mixed("mixed", 8000.0)
+            c.traffic("traffic", 400.0)
         assert llm.engine.planner.preemptions == 0 and not llm.engine.busy
     mixed = [s.counts for s in c.steps if s.phase == "mixed" and s.counts.prefill]
     assert {s.rows for s in mixed} >= {0, 1, 2, 3}
@@ -417,6 +418,27 @@ def test_no_turn_of_the_engine_is_lost_where_steps_are_in_flight(depth, monkeypa
     assert [s.seconds for s in c.steps].count(2.0) == (3 if depth else 0), "of each burst the first step"
     assert sum(s.counts.joins for s in c.steps) == 6
     assert sum(s.counts.planned for s in c.steps) == sum(s.counts.prefill for s in c.steps) == 172
+
+
+@pytest.mark.parametrize("seconds", [1.0, 40.0, 1000.0])
+def test_a_calibration_ends_at_most_one_step_after_each_phase_s_time(seconds):
+    """A step takes 10 s and a full cache 125 of them; a phase that its time gives no step measures one."""
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 4096, "num_kvcache_blocks": 500}
+    clock = [0.0]
+    with LLM("pocket", executor={"name": "sim", "options": {"step_ms": 0}}, device="cpu", **sizes) as llm:
+        step = llm.engine.step
+
+        def slow():
+            worked = step()
+            clock[0] += 10.0 if worked else 0.0
+            return worked
+
+        llm.engine.step = slow
+        table = calibrate(llm.engine, {}, seconds, timer=lambda: clock[0])
+        assert not llm.engine.busy
+    phases = len(SHARES) + 3  # warming up and "check" have two parts each, and wake has none
+    assert clock[0] <= seconds + phases * 10.0 * (1 + llm.engine.capacity.depth)
+    assert all(table.fit[phase]["steps"] for phase in SHARES)
 
 
 def test_too_little_time_to_calibrate_in_is_said(monkeypatch):

@@ -7,7 +7,9 @@
     traffic   requests that arrive and end at random, as on a server, at several loads
     check     traffic and mixed with another seed, and so other lengths; the fit does not use these steps
 
-The time of a step is measured from one turn of the real engine to the next, so it includes the host's work.
+The time of a step is measured from one turn of the real engine to the next, so it includes the host's work.  A phase
+ends when its time is over: the running step is finished and the remaining requests are aborted.  Only a phase without a
+measured step continues, until it has one.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from minivllm.core.engine.engine import Engine
-from minivllm.core.engine.request import Request
+from minivllm.core.engine.request import WAITING, Request
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import StepPlan
 from minivllm.errors import ConfigError, EngineDeadError
@@ -36,7 +38,6 @@ WARM = 0.1  # share of the time for warming up, which is not measured
 PAUSES = (2 * PAUSE, 0.1)  # shortest and longest pause, in seconds
 DECODES = 24  # number of decode steps that are measured for each ``Point``
 LOADS = (0.1, 0.3, 0.6, 1.0)  # busy share of the rows
-LEAST_STEPS = 4  # measured steps of each load, however short the time is
 BURSTS = 4  # number of bursts of prompts that are added to the same decoding rows
 BEHIND = 5  # fewer decode steps than this follow each burst
 REFILL = 0.15  # probability per step that a free row gets a new request, so that rows do not start together
@@ -74,6 +75,8 @@ class Calibrator:
         self._submit = engine.executor.submit
         self._number = 0  # number of the latest request
         self._ended = 0  # requests that ended in the current turn
+        self._until = np.inf  # end of the current phase, on ``timer``
+        self._least = 0  # number of measured steps before which the phase does not end
         w = engine.wiring
         self.rows = w.max_num_seqs
         self.most = w.max_num_batched_tokens
@@ -143,24 +146,34 @@ class Calibrator:
             self._carried = 0.0
 
     def drain(self, phase: str) -> None:
-        """Run turns until no request is left."""
-        while self.engine.busy:
+        """Run turns until no request is left, or until the current phase is over."""
+        while self.engine.busy and not self.over:
             self.turn(phase)
+
+    def begin(self, phase: str, seconds: float) -> None:
+        """Begin a phase that lasts some seconds.  A phase that measures steps has at least one."""
+        self._until = self.timer() + seconds
+        self._least = len(self.steps) + (1 if phase else 0)
+
+    @property
+    def over(self) -> bool:
+        """Tell whether the current phase is over."""
+        if len(self.steps) < self._least:
+            return False
+        return self.timer() > self._until
 
     # ---- phases --------------------------------------------------------------------------------------------------
 
     def run(self, phase: str, seconds: float, points: Iterator[Point]) -> None:
-        """Run the groups of requests ``points``, one after another, until some seconds have passed.
-
-        The group that is running then is finished.
-        """
-        until = self.timer() + seconds
+        """Run the groups of requests ``points``, one after another, until some seconds have passed."""
+        self.begin(phase, seconds)
         for point in points:
-            for prompt, output in zip(point.prompts, point.outputs, strict=True):
+            sizes = zip(point.prompts, point.outputs, strict=True)
+            for prompt, output in sizes:
                 self.add(prompt, output)
             self.drain(phase)
-            if self.timer() > until:
-                return
+            if self.over:
+                return self._clear()
 
     def prefills(self) -> Iterator[Point]:
         """Yield prompts whose requests generate a single token, so that all computed tokens are prompt tokens."""
@@ -181,25 +194,27 @@ class Calibrator:
                         yield Point([length] * rows, [DECODES] * rows)
 
     def mixed(self, phase: str, seconds: float) -> None:
-        """Measure prompts in steps with decoding rows for some seconds; the last bursts are finished."""
-        until = self.timer() + seconds
-        while True:
+        """Measure prompts in steps with decoding rows for some seconds."""
+        self.begin(phase, seconds)
+        while not self.over:
             rows = int(self.rng.integers(0, self.rows))
             share = self.room // (rows + 1)
             self._fill(phase, rows, share)
             most = min(share, self.most * 5 // 4)
             for _ in range(BURSTS):
                 self._burst(phase, self.rows - rows, most)
-                for _ in range(int(self.rng.integers(0, BEHIND))):
+                behind = int(self.rng.integers(0, BEHIND))
+                for _ in range(behind):
+                    if self.over:
+                        break
                     self.turn(phase)
             self._clear()
-            if self.timer() > until:
-                return
 
     def _fill(self, phase: str, rows: int, share: int) -> None:
         """Start rows that decode, each with at most ``share`` tokens, and run until all prompts are computed.
 
-        Their outputs are long enough for the measurements that follow.
+        Their outputs are long enough for the measurements that follow.  Rows that have not started after half of the
+        phase's remaining time are aborted, so that time is left for bursts.
         """
         steps = DECODES + self.room // self.most
         top = max(8, min(self.longest, share - steps))
@@ -208,7 +223,12 @@ class Calibrator:
         output = DECODES + sum(prompts) // self.most + 1
         for prompt in prompts:
             self.add(prompt, min(output, self.longest + DECODES - prompt))
-        self._begin_all(phase)
+        now = self.timer()
+        remaining = self._until - now
+        self._begin_all(phase, now + remaining / 2)
+        for name, request in list(self.engine.requests.items()):
+            if request.sequences[0].status == WAITING:
+                self.engine.abort(name)
 
     def _burst(self, phase: str, free: int, most: int) -> None:
         """Add up to three prompts, at most ``free``, with at most about ``most`` tokens together, and compute them."""
@@ -218,39 +238,44 @@ class Calibrator:
             self.add(min(self.longest, max(2, tokens // several)), 1)
         self._begin_all(phase)
 
-    def _begin_all(self, phase: str) -> None:
-        """Run turns of the engine's loop until no request waits to be admitted."""
+    def _begin_all(self, phase: str, until: float = np.inf) -> None:
+        """Run turns of the engine's loop until no request waits to be admitted, or until a time."""
         while self.engine.planner.n_waiting:
+            if self.over or self.timer() > until:
+                return
             self.turn(phase)
 
     def _clear(self) -> None:
-        """Abort all requests."""
+        """Abort all requests, and wait for the steps in flight."""
         for name in list(self.engine.requests):
             self.engine.abort(name)
-        self.drain("")
+        while self.engine.busy:
+            self.turn("")
 
     def wake(self, phase: str, seconds: float) -> None:
         """Measure a prompt after each pause, and two decode steps after the prompt."""
-        until = self.timer() + seconds
+        self.begin(phase, seconds)
         top = min(self.longest, self.most)
-        while self.timer() < until:
+        while not self.over:
             sleep(float(self.rng.uniform(*PAUSES)))
             self._paused = True
             self.add(self._length(4, top), 3)
             self.drain(phase)
+        self._clear()
 
     def traffic(self, phase: str, seconds: float) -> None:
         """Measure requests that arrive and end at random, at each load in ``LOADS``.
 
         Lengths are log-uniform.  A request is added only if the cache has room for all requests at their ends.
         """
-        share = seconds / len(LOADS)
+        self.begin(phase, seconds)
+        begun = self.timer()
         top = min(self.longest // 2, self.room // 2)
-        for load in LOADS:
-            until = self.timer() + share
+        for number, load in enumerate(LOADS, 1):
+            until = begun + seconds * number / len(LOADS)
             rows = max(1, round(self.rows * load))
-            least = len(self.steps) + (LEAST_STEPS if phase else 0)
-            while self.timer() < until or len(self.steps) < least:
+            last = number == len(LOADS)
+            while self.timer() < until or (last and not self.over):
                 if len(self.engine.requests) < rows and self.rng.random() < REFILL:
                     prompt = self._length(4, top)
                     output = self._length(2, max(4, top // 2))
@@ -307,7 +332,7 @@ def calibrate(
         c.adds.clear()
         for seed, (phase, share) in enumerate(SHARES.items()):
             phase_seconds = share * seconds * (1 - WARM)
-            report(f"{phase}, {phase_seconds:.0f} s")
+            report(f"{phase}, {phase_seconds:.2g} s")
             c.rng = np.random.default_rng(seed)
             _measure(c, phase, phase_seconds)
         measured = {s.phase for s in c.steps}
