@@ -7,7 +7,12 @@ The adapters are written to --folder with random weights, for all projections of
 exist are used.  The time of a decode step is the median time between two tokens of the row whose prompt ends last, and
 the prefill ends with its first token.  For vLLM, which streams no tokens here, a step is a difference: 129 tokens minus
 1 token, divided by 128.  ``off`` is a second engine without ``enable_lora`` in the same process.  Each has half of the
-memory, and their runs alternate.
+memory, and their runs alternate.  Garbage is collected before each run, because a full collection takes tenths of a
+second, and would count for one of them.
+
+A line for each run of minivllm divides its prefill: the time to add the requests, and of each turn of the engine the
+tokens that it planned, and the form and the device time of the step that it collected (an earlier one, if steps
+overlap).  Collections of garbage and allocations of device memory during the run are shown if there were any.
 
 The loads: while 32 rows decode, further requests of one token come, with adapters that are on the device (``resident``)
 or that are nowhere yet (``new``).  Each line has the times between two tokens of the 32 rows, and the times from
@@ -17,6 +22,7 @@ these further requests to their token.  The difference of the latter is the time
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import random
@@ -25,7 +31,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -80,6 +86,51 @@ def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> Path:
     return folder
 
 
+class Run(NamedTuple):
+    """The times of a run in milliseconds, and a text that divides its prefill."""
+
+    step: float
+    prefill: float
+    parts: str = ""
+
+
+class Pauses:
+    """Counts what may interrupt a run: milliseconds of garbage collections, and allocations of device memory."""
+
+    COUNTS = ("num_alloc_retries", "num_device_alloc", "num_device_free")
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self._begun = 0.0
+        gc.callbacks.append(self._collected)
+
+    def _collected(self, phase: str, _: dict[str, int]) -> None:
+        now = 1e3 * time.perf_counter()
+        if phase == "start":
+            self._begun = now
+        else:
+            self.ms += now - self._begun
+
+    def begin(self) -> None:
+        """Collect garbage, then start to count."""
+        gc.collect()
+        self.ms = 0.0
+        self._before = self._counts()
+
+    def text(self) -> str:
+        """Return the counts since ``begin`` that are not 0."""
+        found = [f"garbage {self.ms:.1f} ms"] if self.ms > 1 else []
+        now = self._counts()
+        found += [f"{name} {now[name] - self._before[name]}" for name in now if now[name] != self._before[name]]
+        return ", ".join(found)
+
+    def _counts(self) -> dict[str, int]:
+        if not torch.cuda.is_available():
+            return {}
+        counts = torch.cuda.memory_stats()
+        return {name: counts.get(name, 0) for name in self.COUNTS}
+
+
 class Engine:
     """minivllm or vLLM with the same calls."""
 
@@ -106,6 +157,7 @@ class Engine:
         self.lora, self.params_of = LoRARequest, SamplingParams
         begun = time.perf_counter()
         self.llm = LLM(**options)
+        self.pauses = Pauses()
         print(f"ready after {time.perf_counter() - begun:.1f} s", flush=True)
 
     def params(self, tokens: int) -> Any:
@@ -126,23 +178,37 @@ class Engine:
         assert sum(len(output.outputs[0].token_ids) for output in outputs) == rows * tokens
         return spent
 
-    def times(self, rows: int, prompt: int, folders: list[Path], seed: int) -> tuple[float, float]:
+    def times(self, rows: int, prompt: int, folders: list[Path], seed: int) -> Run:
         """Return the milliseconds of a decode step of ``rows`` requests, and those of the prefill of all."""
         if not self.own:
             first = self.seconds(rows, prompt, 1, folders, seed)
             whole = self.seconds(rows, prompt, STEPS + 1, folders, 100 + seed)
-            return 1e3 * (whole - first) / STEPS, 1e3 * first
+            return Run(1e3 * (whole - first) / STEPS, 1e3 * first)
+        from minivllm.core.timing import form_name
+
         prompts = random_prompts(rows, prompt, seed)
+        clock = self.llm.engine.clock
+        turn = clock.count
+        self.pauses.begin()
         begun = time.perf_counter()
         tokens = [
             self.start(prompt, STEPS + 1, folders[row % len(folders)] if folders else None)
             for row, prompt in enumerate(prompts)
         ]
+        added = time.perf_counter()
         self.run()
+        pauses = self.pauses.text()
         last = max(tokens, key=lambda times: times[1])
         assert all(len(times) == STEPS + 3 for times in tokens)  # the last piece has no token
         gaps = [after - before for before, after in itertools.pairwise(last[4:-1])]
-        return 1e3 * median(gaps), 1e3 * (last[1] - begun)
+        turns = [f"add {1e3 * (added - begun):.1f}"]
+        names = {number: form for form, number in clock.forms.items()}
+        while turn < clock.count and clock.start[at := turn % clock.size] < last[1]:
+            form = form_name(names[int(clock.form[at])])
+            turns.append(f"{clock.tokens[at]} tokens, {form} {clock.device_ms[at]:.1f}")
+            turn += 1
+        parts = " | ".join([*turns, *([pauses] if pauses else [])])
+        return Run(1e3 * median(gaps), 1e3 * (last[1] - begun), parts)
 
     def start(self, prompt: dict[str, Any], tokens: int, folder: Path | None) -> list[float]:
         """Start a request of minivllm, and return a list that gets the time now, of each token, and of the end."""
@@ -197,16 +263,22 @@ def measure(engines: dict[str, Engine], rows: int, folders: list[Path], args: ar
     prompt = args.prompt if rows <= args.long_rows else args.short_prompt
     cases = [("off", engines["off"], 0)] if "off" in engines else []
     cases += [(f"{count} adapters", engines["on"], count) for count in args.adapters if count <= max(rows, 1)]
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name, *_ in cases}
+    runs: dict[str, list[Run]] = {name: [] for name, *_ in cases}
     for turn in range(-1, args.repeat):
         for name, engine, count in cases:
             if turn < 0:
                 engine.seconds(rows, prompt, 8, folders[:count], 99)
                 continue
-            for found, value in zip(times[name], engine.times(rows, prompt, folders[:count], turn), strict=True):
-                found.append(value)
-    base = [median(values) for values in times[cases[0][0]]]
-    for name, (steps, prefills) in times.items():
+            run = engine.times(rows, prompt, folders[:count], turn)
+            runs[name].append(run)
+            print(
+                f"  run {turn} of {rows} rows, {name}: step {run.step:.3f}, prefill {run.prefill:.1f} | {run.parts}",
+                flush=True,
+            )
+    base = [median(values) for values in list(zip(*runs[cases[0][0]], strict=True))[:2]]
+    for name, found in runs.items():
+        steps = [run.step for run in found]
+        prefills = [run.prefill for run in found]
         step, prefill = median(steps), median(prefills)
         each = " ".join(f"{value:.2f}" for value in steps)
         print(
@@ -249,20 +321,29 @@ def main() -> None:
     parser.add_argument("--short-prompt", type=int, default=128, help="those with more than --long-rows rows")
     parser.add_argument("--long-rows", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--places", type=int, help="adapters on the device; by default the largest of --adapters")
     parser.add_argument("--skip-off", action="store_true", help="leave out the engine without enable_lora")
+    parser.add_argument("--off-first", action="store_true", help="start the engine without enable_lora first")
+    parser.add_argument("--skip-loads", action="store_true", help="leave out the loads of adapters")
     parser.add_argument("--options", default="{}", help="further options of the engine, as JSON")
     args = parser.parse_args()
     most, own = max(args.adapters), args.engine == "minivllm"
-    count = most + (3 * LOADS if own else 0)
+    loads = own and not args.skip_loads
+    count = most + (3 * LOADS if loads else 0)
+    begun = time.perf_counter()
     folders = [write_adapter(Path(args.model), args.folder / f"a{i}", args.rank, i) for i in range(count)]
+    print(f"{count} adapters after {time.perf_counter() - begun:.1f} s", flush=True)
     both = own and not args.skip_off
-    engines = {"on": Engine(args, most, 0.45 if both else 0.9)}
-    if both:
-        engines["off"] = Engine(args, 0, 0.9)
+    names = ["on"] if not both else ["off", "on"] if args.off_first else ["on", "off"]
+    engines = {}
+    for name in names:
+        memory = 0.45 if both and not engines else 0.9
+        engines[name] = Engine(args, (args.places or most) if name == "on" else 0, memory)
     for rows in args.rows:
         measure(engines, rows, folders, args)
-    if own:
+    if loads:
         report_loads(engines["on"], folders[: min(8, most)], folders[most:])
+    if own:
         for engine in engines.values():
             engine.llm.close()
 
