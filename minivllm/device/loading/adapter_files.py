@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from minivllm.errors import RequestError, shown
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 TYPE = "peft_type"
+MOST_CHECKED = 4096  # largest number of folders whose results ``AdapterChecks`` keeps
 
 
 class AdapterChecks:
@@ -26,9 +28,25 @@ class AdapterChecks:
 
     def __init__(self, methods: Mapping[str, AdapterMethod]) -> None:
         self.methods = methods
+        self._checked: dict[str, AdapterFiles] = {}  # results by folder
 
     def __call__(self, folder: str) -> AdapterFiles:
-        """Check the folder of an adapter without reading its weights.  RequestError for a malformed folder."""
+        """Check the folder of an adapter without reading its weights.  RequestError for a malformed folder.
+
+        Each request with the adapter calls this, so files that have not changed since the last call are not read again.
+        """
+        known = self._checked.get(folder)
+        if known is not None:
+            with suppress(RequestError, ValueError):  # the check names what is wrong
+                if stamp_of(Path(folder)) == known.stamp:
+                    return known
+        found = self._check(folder)
+        if len(self._checked) >= MOST_CHECKED:
+            self._checked.clear()
+        self._checked[folder] = found
+        return found
+
+    def _check(self, folder: str) -> AdapterFiles:
         path = Path(folder)
         if not os.path.isdir(path):
             raise adapter_refusal(folder, f"no such folder; expected one with {CONFIG} and {WEIGHTS}")

@@ -18,6 +18,7 @@ from devices import DEVICE
 
 from minivllm import AsyncLLM, LoRARequest, RequestError, SamplingParams, Tap
 from minivllm.core.interfaces.adapter import AdapterContext
+from minivllm.device.loading import adapter_files
 from minivllm.device.loading.adapter_files import AdapterChecks
 from minivllm.plugins.adapter.lora import LoRA
 from minivllm.testing.tiny import quiet, save, tiny_dir
@@ -302,6 +303,26 @@ def test_settings_that_are_not_implemented_are_refused_by_name(made, tmp_path, c
     check_adapter(str(folder))
     (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(RequestError, match=message):
+        check_adapter(str(folder))
+
+
+def test_a_folder_is_read_again_only_after_a_change(made, tmp_path, monkeypatch):
+    reads = []
+    read = adapter_files.read_config
+    monkeypatch.setattr(adapter_files, "read_config", lambda folder: reads.append(folder) or read(folder))
+    check_adapter = AdapterChecks({"LORA": LoRA(None, AdapterContext(8, 16))})
+    folder = shutil.copytree(made["one"], tmp_path / "changing")
+    first = check_adapter(str(folder))
+    assert check_adapter(str(folder)) == first
+    assert len(reads) == 1
+    shutil.copy(made["two"] / "adapter_config.json", folder)
+    assert check_adapter(str(folder)).stamp != first.stamp
+    assert len(reads) == 2
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(RequestError, match="a pickle, which is never opened"):
+        check_adapter(str(folder))
+    shutil.rmtree(folder)
+    with pytest.raises(RequestError, match="no such folder"):
         check_adapter(str(folder))
 
 
