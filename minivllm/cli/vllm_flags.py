@@ -70,23 +70,36 @@ here it is --set 'hooks=["opentelemetry"]' with OTEL_EXPORTER_OTLP_ENDPOINT: see
     collect-detailed-traces
 adapters are in the dtype of the model: leave it out <- lora-*
 merge the adapter into the weights <- fully-sharded-loras qlora-adapter-name-or-path enable-prompt-adapter
-only text is served <- limit-mm-per-prompt disable-mm-preprocessor-cache allowed-local-media-path media-io-kwargs \
-    enable-mm-embeds interleave-mm-strings mm-*
+here it is --set max_images=N, the largest number of images of a request; 0 means text only <- limit-mm-per-prompt \
+    language-model-only
+images come as data in a request, and no path or URL is opened: leave it out <- allowed-local-media-path \
+    allowed-media-domains
+here it is --set image_cache_mb=N, MiB of image features on the device <- disable-mm-preprocessor-cache \
+    mm-processor-cache-*
+the checkpoint's own encoder and image processor are used: leave it out <- media-io-kwargs interleave-mm-strings \
+    skip-mm-profiling mm-*
+requests have token ids, text or images: leave it out <- enable-mm-embeds enable-prompt-embeds
+here it is --set kvstore=cpu, or disk: see docs/tiers.md <- kv-transfer-config kv-offloading*
+here it is --admin, whose routes include /sleep and /wake_up <- enable-sleep-mode
 models generate: leave it out <- task runner convert
 preempted requests are computed again: leave it out <- preemption-mode
 schedulers decide it: see docs/scheduling.md <- long-prefill-token-threshold max-num-partial-prefills \
     max-long-partial-prefills
-minivllm has nothing like it: leave it out <- disable-cascade-attn enable-sleep-mode calculate-kv-scales \
+minivllm has nothing like it: leave it out <- disable-cascade-attn calculate-kv-scales \
     prefix-caching-hash-algo enable-offline-docs model-loader-extra-config use-tqdm-on-load pt-load-map-location \
-    safetensors-load-strategy enable-flash-late-interaction kv-transfer-config kv-events-config \
+    safetensors-load-strategy enable-flash-late-interaction kv-events-config \
     kv-sharing-fast-prefill tokens-only pooler-config override-pooler-config io-processor-plugin renderer-num-workers \
-    num-lookahead-slots scheduler-delay-factor stream-interval fingerprint-value mamba-* offload-* kv-offloading* \
+    num-lookahead-slots scheduler-delay-factor stream-interval fingerprint-value mamba-* offload-* \
     cpu-offload* swap-space* multi-step* tokenizer-pool* fingerprint-* chat-template-content* \
     response-role* override-neuron*
-one process serves one model on one device: start several, and a proxy before them <- enable-expert-parallel \
-    enable-eplb enable-dbo headless master-addr master-port node-rank disable-custom-all-reduce ray-workers-use-nsight \
-    data-parallel* pipeline-parallel* decode-context-parallel* nnodes* prefill-context-parallel* dcp-* eplb-* dbo-* \
-    numa-* api-server* all2all-* enable-elastic*
+here it is --replicas N, engines behind one address: see docs/replicas.md <- data-parallel*
+here it is --tensor-parallel-size N, devices that share the model: see docs/tensor-parallelism.md <- \
+    enable-expert-parallel pipeline-parallel* decode-context-parallel* prefill-context-parallel* dcp-*
+here it is --set executor=ray for several machines: see docs/tensor-parallelism.md <- headless master-addr \
+    master-port node-rank nnodes*
+one process receives all requests: leave it out <- api-server*
+minivllm has no equivalent: leave it out <- enable-eplb enable-dbo disable-custom-all-reduce ray-workers-use-nsight \
+    eplb-* dbo-* numa-* all2all-* enable-elastic*
 here it is /metrics <- enable-server-load-tracking show-hidden-metrics-for-version
 here it is /metrics, and the log's line of each request <- enable-per-request-metrics
 clients ask for it <- return-tokens-as-token-ids

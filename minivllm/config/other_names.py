@@ -14,7 +14,9 @@ from minivllm.errors import suggest
 
 _DRAFTER = 'use drafter="ngram", or drafter={"name": "model", "options": {"model": ...}}, with num_speculative_tokens=N'
 _NO_CODE = "the code of a model's directory is never run: leave it out"
-_TEXT = "only text is served: leave it out"
+_IMAGES = "use max_images=N, the largest number of images of a request; 0 means text only"
+_IMAGE_DATA = "images come as data in a request, and no path or URL is opened: leave it out"
+_PIXELS = "the checkpoint's own image processor prepares images: leave it out"
 _ONE_DEVICE = "use tensor_parallel_size=N to share a model among devices"
 
 OPTIONS: dict[str, str] = {
@@ -25,9 +27,9 @@ OPTIONS: dict[str, str] = {
     "ngram_prompt_lookup_max": _DRAFTER,
     "trust_remote_code": _NO_CODE,
     "code_revision": _NO_CODE,
-    "limit_mm_per_prompt": _TEXT,
-    "mm_processor_kwargs": _TEXT,
-    "allowed_local_media_path": _TEXT,
+    "limit_mm_per_prompt": _IMAGES,
+    "mm_processor_kwargs": _PIXELS,
+    "allowed_local_media_path": _IMAGE_DATA,
     "pipeline_parallel_size": _ONE_DEVICE,
     "data_parallel_size": _ONE_DEVICE,
     "device_map": _ONE_DEVICE,
@@ -101,18 +103,23 @@ use logprobs in SamplingParams <- logits_all
 use use_tqdm=False of generate <- use_tqdm_on_load
 use hooks=["opentelemetry"] <- otlp_traces_endpoint collect_detailed_traces
 use enable_lora=True and lora_request of generate <- lora_* fully_sharded_loras
-only text is served: leave it out <- language_model_only mm_* enable_mm_embeds \
-    interleave_mm_strings media_io_kwargs skip_mm_profiling \
-    allowed_media_domains disable_chunked_mm_input enable_prompt_embeds mmproj
+use max_images=0 <- language_model_only
+use image_cache_mb=N, MiB of image features on the device <- mm_processor_cache_*
+images come as data in a request, and no path or URL is opened: leave it out <- allowed_media_domains
+the checkpoint's own encoder and image processor are used: leave it out <- mm_* media_io_kwargs skip_mm_profiling \
+    disable_chunked_mm_input interleave_mm_strings mmproj
+requests have token ids, text or images: leave it out <- enable_mm_embeds enable_prompt_embeds
 models generate: leave it out <- convert is_embedding pooler_config override_pooler_config embedding
 use tokenizer_pool={"name": "threads", "size": N} <- tokenizer_pool_*
 the tokenizer is the model's: leave it out <- use_fast
-weights are not moved to the CPU: leave it out, or use a quantizer <- offload_* kv_offloading_* max_memory
+weights are not moved to the CPU: leave it out, or use a quantizer <- offload_* max_memory
+use kvstore="cpu" to keep KV blocks in host memory, or kvstore="disk" <- kv_offloading_* kv_transfer_config
+LLM.sleep and LLM.wake need no option: leave it out <- enable_sleep_mode
 an LLM answers no HTTP requests: use it with minivllm serve <- api_server_count served_model_name \
     reasoning_parser tool_call_parser
 use Python's logging, of the logger minivllm <- disable_log_requests log_level verbose aggregate_engine_logging
-minivllm has no equivalent: leave it out <- enable_sleep_mode calculate_kv_scales preemption_mode stream_interval \
-    kv_transfer_config kv_events_config kv_sharing_fast_prefill model_loader_extra_config ignore_patterns mamba_* \
+minivllm has no equivalent: leave it out <- calculate_kv_scales preemption_mode stream_interval \
+    kv_events_config kv_sharing_fast_prefill model_loader_extra_config ignore_patterns mamba_* \
     low_cpu_mem_usage use_safetensors safetensors_load_strategy disable_custom_all_reduce max_parallel_loading_workers \
     disable_hybrid_kv_cache_manager ray_workers_use_nsight kv_cache_dtype_skip_layers logits_processor_pattern \
     show_hidden_metrics_for_version use_mmap use_mlock n_threads watchdog_timeout
@@ -132,7 +139,6 @@ _NEUTRAL = """\
 the code of a model's directory is never run <- trust_remote_code=False
 prefills are always cut to the token budget <- enable_chunked_prefill=True
 the next step of a GPU is always planned ahead <- async_scheduling=True
-only text is served <- language_model_only=True
 models generate <- task=generate|auto runner=generate|auto convert=auto|none
 config.json is read <- config_format=auto|hf
 the seam grammar chooses <- guided_decoding_backend=auto

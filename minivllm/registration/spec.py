@@ -566,7 +566,8 @@ class Spec:
                 reasons.append(Reason(fact, plain(value), "nothing (not declared)"))
             elif not allows(self.limits[fact], value):
                 reasons.append(Reason(fact, plain(value), describe(self.limits[fact])))
-        reasons += [Reason(f"feature {name!r} not declared") for name in sorted(request.features - self.features)]
+        for name in sorted(request.features - self.features):
+            reasons.append(Reason(f"feature {name!r} not declared", fix=kind.features.get(name, "")))
         reasons += filter(None, [needs.missing() for needs in self.needs])
         if self.check is not None and not reasons:
             reasons += self.check(request)

@@ -230,7 +230,7 @@ def test_explain_of_a_choice_that_cannot_be_wired_shows_the_reasons_and_ends_wit
         "quantizer=int8",
     )
     assert (code, err) == (2, "") and out.startswith("quantizer -> nothing suitable   (asked: int8)\n")
-    assert "x minivllm/int8  feature 'batch_invariant' not declared\n" in out
+    assert "x minivllm/int8  feature 'batch_invariant' not declared  (the bits of a row depend neither" in out
 
 
 # ---------------------------------------------------------------- running

@@ -210,8 +210,10 @@ def test_a_failed_choice_carries_what_was_chosen_before_it(tmp_path):
     ]
     reported = [" ".join(line.split()) for line in lines]
     assert "x minivllm/none checkpoint: expected gptq, supports {none}" in reported
-    assert "x minivllm/gptq feature 'batch_invariant' not declared" in reported
-    why = "checkpoint: expected gptq, supports {none}; feature 'batch_invariant' not declared"
+    invariant = "feature 'batch_invariant' not declared (the bits of a row depend neither on the other rows of the step"
+    invariant += " nor on its split into chunks)"
+    assert f"x minivllm/gptq {invariant}" in reported
+    why = f"checkpoint: expected gptq, supports {{none}}; {invariant}"
     assert f"x minivllm/int8 {why}" in reported
 
 

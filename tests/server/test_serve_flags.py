@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import stat
@@ -21,12 +22,18 @@ from minivllm.cli import main, make_parser
 from minivllm.cli.serve import ALSO, ENGINE, SERVER, SWITCHES, load
 from minivllm.cli.vllm_flags import FAMILIES, REFUSED, SHORT, settled
 from minivllm.config import EngineConfig, load_config
+from minivllm.config.other_names import OPTIONS
 from minivllm.config.server import ServerConfig
 from minivllm.errors import ConfigError, ResourceError
 from minivllm.server import logs
 from minivllm.server.http import listening
 
 CHATS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+def serve_parser():
+    choices = [action.choices for action in make_parser()._actions if isinstance(action.choices, dict)]
+    return choices[0]["serve"]
 
 
 def parsed(*flags):
@@ -122,6 +129,27 @@ def test_flags_that_ask_for_what_is_so_anyway_are_noted_and_others_refused_by_na
             assert f"--{head}foo is vLLM's: {why} (see" in refused(capsys, f"--{head}foo")
     for short, flag in SHORT.items():
         assert flag in settled() or short in refused(capsys, short, "3")
+
+
+def test_replacements_of_refused_options_and_flags_are_options_and_flags_that_exist():
+    for name, hint in OPTIONS.items():
+        for replacement in re.findall(r"(?:use|with|or) ([a-z_]+)=(?![a-z])", hint):
+            own = {"use_tqdm", *EngineConfig.model_fields}
+            assert replacement in own, (name, hint)
+    flags = {flag for action in serve_parser()._actions for flag in action.option_strings}
+    for why in {*REFUSED.values(), *(why for _, why in FAMILIES)}:
+        assert flags.issuperset(re.findall(r"--[a-z][a-z-]+", why)), why
+
+
+def test_an_image_or_a_stored_block_is_not_said_to_be_unknown():
+    """Refusals that deny a part of the engine mislead more than an unknown name."""
+    for name in ("limit_mm_per_prompt", "language_model_only"):
+        assert "max_images" in OPTIONS[name] and "max_images" in REFUSED[name.replace("_", "-")]
+    for name in ("kv_transfer_config", "kv_offloading_*"):
+        assert "kvstore" in OPTIONS[name]
+    assert "kvstore" in REFUSED["kv-transfer-config"] and "kvstore" in dict(FAMILIES)["kv-offloading"]
+    assert "--admin" in REFUSED["enable-sleep-mode"] and "--replicas" in dict(FAMILIES)["data-parallel"]
+    assert not [why for why in {*OPTIONS.values(), *REFUSED.values()} if "only text is served" in why]
 
 
 def test_names_in_refusals_are_options_that_exist():
