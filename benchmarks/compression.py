@@ -9,7 +9,8 @@ full      tokens per second, running rows and memory of a row, with more request
           holds, for each of --budgets (0 means no compression).  Requests enter until the cache is full.  Then --window
           seconds are counted.  The first requests have shorter outputs of different lengths, so that rows end
           at different times from the beginning.  The scorer is the first of --scorers.  Rows are compressed again
-          after every --full-every tokens, 0 means only after their prompt.
+          after every --full-every tokens, 0 means only after their prompt.  Without --settle the rows of the window
+          are younger than they would be later, so they store fewer generated tokens.
 prefill   seconds of one prompt with one token, without and with each scorer at the last of --budgets, in turns
 decode    milliseconds of a step of each number of --rows: of uncompressed rows, and of rows that were compressed to as
           many tokens and are compressed again after each of --every generated tokens (0 means once), in turns
@@ -94,14 +95,16 @@ def use(llm: LLM, scorer: str, every: int = 0) -> None:
 
 
 class Window:
-    """Counts tokens, rows and blocks of an engine from the moment when its cache is full, for some seconds.
+    """Counts tokens, rows and blocks of an engine for some seconds, which begin ``settle`` steps after its cache is
+    full.
 
     Then it ends all requests."""
 
-    def __init__(self, llm: LLM, seconds: float) -> None:
-        self.engine, self.seconds = llm.engine, seconds
+    def __init__(self, llm: LLM, seconds: float, settle: int) -> None:
+        self.engine, self.seconds, self.settle = llm.engine, seconds, settle
         self.step = self.engine.step
         self.quiet = self.entered = self.tokens = self.preempted = 0
+        self.full = False
         self.begun = self.spent = 0.0
         self.rows: list[int] = []
         self.blocks: list[int] = []
@@ -113,7 +116,9 @@ class Window:
         entered = engine.slots.next_serial
         self.quiet = self.quiet + 1 if entered == self.entered else 0
         self.entered = entered
-        if not self.begun and self.quiet >= QUIET and engine.planner.n_waiting:
+        self.full |= self.quiet >= QUIET and engine.planner.n_waiting > 0
+        self.settle -= self.full
+        if not self.begun and self.full and self.settle < 0:
             self.begun, self.tokens = now, engine.publisher.tokens
             self.preempted = engine.planner.preemptions
         if self.begun and not self.spent:
@@ -135,9 +140,9 @@ def crowd(llm: LLM, args: argparse.Namespace, budget: float, seed: int) -> dict[
     at_once = min(args.most, args.cache // (kept + args.tokens // 2) + 1)
     ages = [max(1, args.tokens * (i + 1) // at_once) for i in range(at_once)]
     random.Random(seed).shuffle(ages)
-    count = 3 * at_once
+    count = (3 + args.settle // args.tokens) * at_once
     params = [sampled(ages[i] if i < at_once else args.tokens, budget) for i in range(count)]
-    watched = Window(llm, args.window)
+    watched = Window(llm, args.window, args.settle)
     llm.engine.step = watched
     begun = time.perf_counter()
     outputs = llm.generate(prompts(count, args.prompt, seed), params, use_tqdm=False)
@@ -267,6 +272,7 @@ def main() -> None:
     parser.add_argument("--cache", type=int, default=160000, help="tokens in the KV cache")
     parser.add_argument("--most", type=int, default=64, help="max_num_seqs")
     parser.add_argument("--window", type=float, default=20.0, help="seconds that the part full counts")
+    parser.add_argument("--settle", type=int, default=0, help="steps between the full cache and this window")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.0, 0.5, 0.25])
     parser.add_argument("--scorers", nargs="+", choices=tuple(SCORERS), default=["knorm", "snapkv", "streaming"])
     parser.add_argument("--repeat", type=int, default=7, help="turns of the part prefill")
