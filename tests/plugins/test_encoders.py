@@ -142,6 +142,21 @@ def test_both_calls_of_a_capture_have_the_same_attention_whatever_sizes_come_bet
     assert calls == [False, True, True, True]
 
 
+def test_cached_position_tables_have_a_bounded_sum_of_patches_and_the_newest_grid_stays(monkeypatch):
+    folder = image_checkpoint("qwen3_vl")
+    made = Qwen3VL(None, EncoderContext(str(folder), open_checkpoint(folder).raw))
+    made.load("cpu", "float32")
+    monkeypatch.setattr(patch_tower, "TABLE_PATCHES", 24)
+    side = made.tower.merge
+    grids = [(1, side, side * columns) for columns in (1, 2, 3, 4, 20, 1)]
+    for grid in grids:
+        assert made.tower.tables(grid) is made.tower.tables(grid)
+        kept = list(made.tower._tables)
+        assert kept[-1] == grid
+        assert sum(int(np.prod(one)) for one in kept) <= 24 or kept == [grid]
+    assert list(made.tower._tables) == [grids[-1]]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 3e-2)])
 def test_the_own_tower_on_a_gpu_gives_the_features_of_transformers_at_each_call(dtype, bound):

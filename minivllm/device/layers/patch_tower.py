@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Grid = tuple[int, int, int]  # (frames, rows, columns) of the patches of an image or a video
 GRIDS = 32  # largest number of grids whose position tables are cached
+TABLE_PATCHES = 1 << 16  # largest number of their patches together; Qwen3-VL-8B has 2,880 bytes for a patch
 REMEMBERED = 4096  # largest number of grids of earlier calls that are remembered
 # Back ends of torch's attention for frequent grids, the preferred one first.  Torch's own order has cuDNN last.  With
 # heads of 72 elements it takes 0.6 of the time of flash attention on an H200, but 40 ms more for the first call with a
@@ -173,8 +174,10 @@ class PatchTower:
             self._captured[grid] = found
         self._tables[grid] = found
         self._tables.move_to_end(grid)
-        while len(self._tables) > GRIDS:
-            self._tables.popitem(last=False)
+        patches = sum(len(one.cos) for one in self._tables.values())
+        while len(self._tables) > 1 and (len(self._tables) > GRIDS or patches > TABLE_PATCHES):
+            _, oldest = self._tables.popitem(last=False)
+            patches -= len(oldest.cos)
         return found
 
     def _computed(self, grid: Grid) -> Tables:

@@ -37,6 +37,7 @@ from . import step
 from .adapters import Adapters, rows_behind
 from .capture import ALONE, release_unused, synchronize
 from .encoder import LoadedEncoder
+from .encoder_memory import EncodingMemory, encoding_memory
 from .images import lacks_points
 from .pages import staging_bytes
 from .recurrent import StateMemory, state_bytes
@@ -449,7 +450,8 @@ def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None])
 def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) -> int:
     """Return the number of bytes for the KV cache.
 
-    On a CPU it is a share of the free memory.  On a GPU a trial step first measures the memory of activations.
+    On a CPU it is a share of the free memory.  On a GPU a trial step first measures the memory of activations, and two
+    trial images that of encodings.
     """
     if worker.device.type == "cpu":
         usable = int(CPU_CACHE_SHARE * free_ram())
@@ -462,6 +464,7 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
         before = torch.cuda.memory_allocated()
         _trial_step(worker, wiring)
         activations = torch.cuda.max_memory_allocated() - before
+        encoding = _trial_images(worker, wiring)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
     reserved = (1 - wiring.cache.gpu_memory_utilization) * total
@@ -470,7 +473,23 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
         reserved += wiring.images.cache_mb << 20
     if wiring.cache.stores:
         reserved += 2 * staging_bytes(total)
-    return int(free - reserved - 1.2 * activations)
+    return int(free - reserved - 1.2 * encoding.beside(activations))
+
+
+def _trial_images(worker: Worker, wiring: Wiring) -> EncodingMemory:
+    """Return the memory of encoding the largest image.
+
+    If the plug-in fails on a trial image, it is none, and a note has the error."""
+    if worker.encoder is None:
+        return EncodingMemory()
+    try:
+        return encoding_memory(worker.encoder, worker.device, wiring.max_model_len - 1)
+    except torch.OutOfMemoryError as e:
+        reason = str(e).splitlines()[0]
+        raise ResourceError(f"no memory to encode an image ({reason}): set max_images=0") from e
+    except Exception as e:  # the code of a package may raise anything
+        worker.notes.append(f"no memory is reserved for encoding images: {worker.encoder.describe(e)}")
+        return EncodingMemory()
 
 
 def _early_step(worker: Worker, wiring: Wiring, fmt: Any) -> None:
