@@ -37,7 +37,7 @@ from minivllm.validation import is_text
 from . import logs, middleware, throughput
 from .app import Application
 from .http.accepting import BACKLOG, Acceptor, open_files, room_for
-from .http.auth import ADMIN, ENVIRONMENT, read_keys
+from .http.auth import ADMIN, ENVIRONMENT, check_keys, read_keys
 from .http.connection import protocol
 from .http.limits import Door
 from .http.listening import bind, release, tls, url_of
@@ -75,6 +75,7 @@ def serve(args: argparse.Namespace, loaded: Loaded, reload: Callable[[], Loaded]
     keys = given_keys(args.api_key or (), admin_key)
     if loaded.server.api_key_file is not None:
         keys += read_keys(loaded.server.api_key_file)
+    check_keys([*keys, admin_key], loaded.server)
     check_config(loaded)
     found = middleware.load(args.middleware or ())
     read_again = None if reload is None else lambda: fair_to(keys, in_time(reload()))

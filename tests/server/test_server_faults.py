@@ -17,6 +17,11 @@ pytest.importorskip("fastapi")
 import httpx
 from http_helpers import Running
 
+from minivllm.cli import main
+from minivllm.config.server import ServerConfig
+from minivllm.errors import ConfigError
+from minivllm.server.http.auth import check_keys
+
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
@@ -306,10 +311,53 @@ def test_a_port_in_use_a_bad_flag_and_bad_keys_end_with_one_line(tmp_path):
             done = subprocess.run(command(*more), capture_output=True, text=True, timeout=60)
             assert done.returncode == code and done.stderr.startswith("minivllm: error: ")
             assert len(done.stderr.splitlines()) == 1
-    from minivllm.cli import main
-
     for flags in (["--port", "abc"], ["--port", "70000"], ["--log-format", "xml"], ["--tool-parser", "hermse"]):
         try:
             assert main(["serve", *flags]) == 2
         except SystemExit as end:
             assert end.code == 2
+
+
+KEYS = [
+    *("sk-1", "a b", "é ключ 你好", "x" * 512, "#\"'\\", "Bearer", "Bearer k", "k:v, w", "\U0001f642"),
+    *(" k", "k ", "\tk", "k\t", "a\tb", "a\nb", "a\r", "a\x00b", "a\x7fb", "a\x85b", "x" * 513, "é" * 257, "\u3000k"),
+]
+
+
+def test_every_key_that_a_start_accepts_opens_the_server():
+    """A start refuses keys that no header could carry, without showing them."""
+    limit = {"max_header_bytes": 1024}
+    accepted = []
+    for key in KEYS:
+        try:
+            check_keys([key], ServerConfig(**limit))
+            accepted.append(key)
+        except ConfigError as error:
+            assert len(key) < 3 or key not in str(error)
+    assert accepted == KEYS[:9]
+    running = Running(keys=accepted, **limit)
+    try:
+        for key in accepted:
+            for name, value in (("Authorization", f"Bearer {key}"), ("x-api-key", key)):
+                response = httpx.get(f"{running.url}/v1/models", headers={name: value.encode()}, trust_env=False)
+                assert response.status_code == 200, (name, key)
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize("source", ["flag", "environment", "operator", "file"])
+def test_a_key_that_no_header_carries_ends_the_start_wherever_it_is_from(source, tmp_path, monkeypatch, capsys):
+    long = "x" * 40_000
+    flags = []
+    if source == "flag":
+        flags = ["--api-key", long]
+    elif source == "file":
+        path = tmp_path / "keys"
+        path.write_text(f"sk-1\n{long}\n")
+        flags = ["--api-key-file", str(path)]
+    else:
+        monkeypatch.setenv("MINIVLLM_API_KEY" if source == "environment" else "MINIVLLM_ADMIN_KEY", long)
+    assert main(["serve", "pocket", "--port", "0", *flags]) == 2
+    error = capsys.readouterr().err
+    assert "a key has 40000 bytes; expected at most 16384, half of server.max_header_bytes" in error
+    assert long not in error

@@ -13,7 +13,7 @@ from typing import Any
 from minivllm.config import load_config
 from minivllm.errors import EngineDeadError
 from minivllm.server.app import Application
-from minivllm.server.http.auth import ENVIRONMENT, read_keys
+from minivllm.server.http.auth import ENVIRONMENT, check_keys, read_keys
 from minivllm.server.link.process_client import ProcessClient
 from minivllm.server.serve import check_config, fair_to, in_time, open_service
 
@@ -80,6 +80,7 @@ class EngineReplica:
         accepted = list(keys) or ([own] if own else [])
         if loaded.server.api_key_file is not None:
             accepted += read_keys(loaded.server.api_key_file)
+        check_keys(accepted, loaded.server)
         loaded = fair_to(accepted, in_time(loaded))
         # no responses are stored, because one replica would store a response while the next request may reach another
         # one

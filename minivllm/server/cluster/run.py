@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.errors import ConfigError, EngineDeadError, ResourceError, describe_error
 from minivllm.plugins.executor.ray_launcher import OBJECTS, TEMPORARY, check_address, refused
 from minivllm.server import logs
+from minivllm.server.http.auth import check_keys
 from minivllm.server.http.listening import bind
 from minivllm.server.serve import check_config
 
@@ -56,6 +57,7 @@ def serve_on_ray(loaded: Loaded, keys: Sequence[str], reload: Callable[[], Loade
     ConfigError if Ray is missing or has no room, ResourceError if the cluster or the address cannot be used, and
     EngineDeadError if Ray stops or the replicas cannot run.
     """
+    check_keys(keys, loaded.server)
     check_config(loaded)
     prepare(loaded)
     check_installed()

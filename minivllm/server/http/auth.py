@@ -39,6 +39,23 @@ def read_keys(path: str) -> list[str]:
     return keys
 
 
+def check_keys(keys: Iterable[str], server: ServerConfig) -> None:
+    """Raise ConfigError for a key that no request could have: a client sends it in a header, whose value has no control
+    characters and no spaces at its ends, and whose size is limited.  The message does not contain the key."""
+    # the other headers of a request need room too
+    most = server.max_header_bytes // 2
+    names = f"--api-key, {ENVIRONMENT}, {ADMIN} or a key of --api-key-file"
+    for key in keys:
+        size = len(key.encode())
+        if size > most:
+            advice = f"expected at most {most}, half of server.max_header_bytes"
+            raise ConfigError(f"{names}: a key has {size} bytes; {advice}")
+        if key != key.strip():
+            raise ConfigError(f"{names}: a key begins or ends with a space, which headers lose; remove the space")
+        if any(ord(letter) < 32 or 127 <= ord(letter) < 160 for letter in key):
+            raise ConfigError(f"{names}: a key contains a control character, which no header may have; remove it")
+
+
 def admin_token(server: ServerConfig, keys: Sequence[str], admin_key: str = "") -> str | None:
     """Return the token that the operator's routes require: ``admin_key`` (``MINIVLLM_ADMIN_KEY``) or a new one.
 
