@@ -12,6 +12,7 @@ from minivllm.core.interfaces.decoder import Norm
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.device.kernels import activation
 from minivllm.device.layers.adapters import ActiveMethods, LayerAdapters
+from minivllm.device.layers.extended_weight import ExtendedProduct
 from minivllm.device.layers.fused import GatedLinear, LinearNorm, NormedLinear
 from minivllm.device.layers.linear import Dense, Linear
 from minivllm.device.layers.norm import RMSNorm
@@ -80,15 +81,15 @@ class Layers:
         for norm in self.norms:
             norm.weight.uniform_(0.5, 1.5)
 
-    def run(self, tokens, followed):
+    def run(self, tokens, followed, fuse=True):
         """Return the results of the products in order, for ``tokens`` random rows.
 
         ``followed`` means that each pair has the next one as its follower."""
         named = self.linears
-        out = LinearNorm(named["out"], self.norms[0], True, False)
-        up = GatedLinear(named["up"], activation.gate_mul, True)
-        down = LinearNorm(named["down"], self.norms[1], True, False)
-        qkv = NormedLinear(named["qkv"], True)
+        out = LinearNorm(named["out"], self.norms[0], fuse, False)
+        up = GatedLinear(named["up"], activation.gate_mul, fuse)
+        down = LinearNorm(named["down"], self.norms[1], fuse, False)
+        qkv = NormedLinear(named["qkv"], fuse)
         if followed:
             for one, other in ((out, up), (up, down), (down, qkv)):
                 one.follow(other)
@@ -125,20 +126,24 @@ def test_the_kernel_of_a_gate_gives_the_results_of_separate_layers(monkeypatch, 
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["separate norms", "joined norms"])
+@pytest.mark.parametrize("norms", ["separate", "joined with products", "joined behind products"])
 @pytest.mark.parametrize("tokens", [1, 40, 50])
-def test_rows_behind_the_weights_give_the_results_of_separate_layers(monkeypatch, short, tokens, joined):
+def test_rows_behind_the_weights_give_the_results_of_separate_layers(monkeypatch, short, tokens, norms):
     expanded = counted(monkeypatch, triton_extended, "expand_behind")
     added = counted(monkeypatch, triton_extended, "add_behind")
     gates = counted(monkeypatch, triton_extended, "gate_behind")
     shrinks = counted(monkeypatch, LoraProduct, "shrink")
+    products = counted(monkeypatch, ExtendedProduct, "divided")
     layers = Layers(monkeypatch, behind=True)
-    for linear in layers.linears.values() if joined else ():
+    for linear in layers.linears.values():
         linear.scheme.extended.finish()
-        linear.scheme.extended.row.rows = 45  # rows that the kernel multiplies
-    found = layers.run(tokens, True)
+        # number of rows that the kernel of a product multiplies
+        linear.scheme.extended.row.rows = 0 if norms == "joined behind products" else 45
+    joined = norms != "separate"
+    found = layers.run(tokens, True, fuse=joined)
     calls = tuple(map(len, (expanded, added, gates, shrinks)))
     # steps of many tokens have launches of their own for the products of A
     assert calls == ((0, 0, 0, 3) if tokens == 50 else (1, 2, 1, 0) if joined else (3, 0, 1, 0))
+    assert len(products) == (2 if norms == "joined with products" and tokens < 50 else 0)
     for mine, other in zip(found, Layers(monkeypatch).run(tokens, False), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)

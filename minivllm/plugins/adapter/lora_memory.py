@@ -149,9 +149,10 @@ class LinearAdapter:
         return out
 
     def divides(self, product: Callable[[Tensor], Tensor], x: Tensor) -> bool:
-        """Return whether ``divided`` computes the changed product of x [T, in]."""
-        extended = self._extending(product)
-        return extended is not None and extended.fits(x)
+        """Return whether ``divided`` computes the changed product of x [T, in].
+
+        Values of x that are not divided yet may overflow float16."""
+        return x.dtype != torch.float16 and self._extending(product) is not None
 
     def divided(
         self, product: Callable[[Tensor], Tensor], x: Tensor, squares: Tensor, eps: float, activation: str | None
@@ -159,12 +160,17 @@ class LinearAdapter:
         """Return the changed product as ``LayerAdapters.divided``, where ``divides`` holds."""
         extended = self._extending(product)
         assert extended is not None
-        y = extended.divided(x, squares, eps)
-        from .triton_extended import expand_behind, gate_behind
+        from .triton_extended import Sums, expand_behind, gate_behind
 
+        sums = None
+        if extended.fits(x):
+            y = extended.divided(x, squares, eps)
+        else:
+            y = extended(x)
+            sums = Sums(squares, x.shape[1], eps)
         if activation is None:
-            return expand_behind(self.kernel, y, self.memory.groups)
-        return gate_behind(self.kernel, y, activation, self.memory.groups)
+            return expand_behind(self.kernel, y, self.memory.groups, sums)
+        return gate_behind(self.kernel, y, activation, self.memory.groups, sums)
 
     def added(
         self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor, weight: Tensor

@@ -8,7 +8,8 @@ adapter.
 
 A program has one tile and one part of the layer, so it reads the A or B of one adapter.  The number of tiles is the
 largest that a step of T tokens can have, so the launches have the same shape for every mixture of adapters, and can be
-captured.  Programs of tiles without tokens end at once.  Rows and columns beyond an adapter's rank are not read.
+captured.  Programs of tiles without tokens end at once.  Rows of A beyond an adapter's rank are not read, and columns
+of B only up to the next multiple of 8.
 """
 
 from __future__ import annotations
@@ -131,6 +132,20 @@ def of_tile(rows, sizes, places, ranks, tile, layers, j, BT: tl.constexpr):
     return rank, place, used, tl.where(used, t, 0)
 
 
+@triton.jit
+def of_outputs(b, b_place, place, n, inside, rank, RANK: tl.constexpr, R: tl.constexpr):
+    """Return the rows of B [outputs, R] of the adapter in a place for the outputs n, 0 behind the rank and where
+    ``inside`` is false.
+
+    Eight columns, 16 bytes of a row, share the condition of their load, because otherwise each would be read apart.
+    """
+    r = tl.arange(0, R)
+    at = b + tl.cast(place, tl.int64) * b_place + n[:, None] * RANK + r[None, :]
+    columns = r // 8 < (rank + 7) // 8
+    rows = tl.load(at, mask=inside[:, None] & columns[None, :], other=0.0)
+    return tl.where((r < rank)[None, :], rows, 0.0)
+
+
 @kernel("T", "sizes", "places", "ranks", "layers")
 def _shrink(
     x, a, rows, sizes, places, ranks, h, T, K, x_row, a_place, layers,
@@ -177,11 +192,7 @@ def _expand(
     n = begin + tl.arange(0, BN)
     there = used[:, None] & (n < stop)[None, :]
     out = y + tl.cast(t, tl.int64)[:, None] * y_row + n[None, :]
-    ws = tl.load(
-        b + tl.cast(place, tl.int64) * b_place + n[:, None] * RANK + r[None, :],
-        mask=(r < rank)[None, :] & (n < stop)[:, None],
-        other=0.0,
-    )
+    ws = of_outputs(b, b_place, place, n, n < stop, rank, RANK, R)
     old = tl.load(out, mask=there, other=0.0)
     inner = tl.zeros((BT, R), tl.float32)
     for split in tl.static_range(SPLITS):

@@ -16,7 +16,7 @@ from torch import Tensor
 from minivllm.device.kernels.activation import NUMBER, activate
 from minivllm.device.kernels.launch import cdiv, kernel, pdl, wait
 
-from .triton_lora import LoraProduct, TokenGroups, of_tile
+from .triton_lora import LoraProduct, TokenGroups, of_outputs, of_tile
 
 GATES, LOOP = 64, 14  # gates that a program computes at a time, and number of times
 
@@ -48,7 +48,6 @@ def _gated(
     r = tl.arange(0, R)
     of_gate = _inner(h, 0, rank, used, t, T, R, SPLITS).to(dtype)
     of_up = _inner(h, 1, rank, used, t, T, R, SPLITS).to(dtype)
-    weights = b + tl.cast(place, tl.int64) * b_place
     first = a + tl.cast(place, tl.int64) * a_place
     sums = tl.zeros((BT, R), tl.float32)
     for i in tl.range(0, LOOP, num_stages=STAGES):
@@ -57,10 +56,9 @@ def _gated(
         at = y + tl.cast(t, tl.int64)[:, None] * (2 * INNER) + n[None, :]
         gate = tl.load(at, mask=there, other=0.0).to(tl.float32)
         up = tl.load(at + INNER, mask=there, other=0.0).to(tl.float32)
-        columns = (r < rank)[None, :] & (n < INNER)[:, None]
-        ws = tl.load(weights + n[:, None] * RANK + r[None, :], mask=columns, other=0.0)
+        ws = of_outputs(b, b_place, place, n, n < INNER, rank, RANK, R)
         gate += tl.dot(of_gate, tl.trans(ws), input_precision=PRECISION)
-        ws = tl.load(weights + (n + INNER)[:, None] * RANK + r[None, :], mask=columns, other=0.0)
+        ws = of_outputs(b, b_place, place, INNER + n, n < INNER, rank, RANK, R)
         up += tl.dot(of_up, tl.trans(ws), input_precision=PRECISION)
         value = (activate(gate.to(dtype).to(tl.float32), ACT) * up.to(dtype).to(tl.float32)).to(dtype)
         tl.store(out + tl.cast(t, tl.int64)[:, None] * INNER + n[None, :], value, mask=there)

@@ -61,9 +61,13 @@ def behind() -> None:
         y = empty(tokens, 4096 + PLACES * RANK)
         extended.expand_behind(down, y, groups)
         extended.add_behind(down, y, empty(tokens, 4096), empty(4096), groups)
-        extended.gate_behind(up, empty(tokens, 28672 + 2 * PLACES * RANK), "silu", groups)
+        sums = extended.Sums(empty(tokens, 16, dtype=torch.float32), 4096, 1e-5)
+        for given in (None, sums):
+            extended.gate_behind(up, empty(tokens, 28672 + 2 * PLACES * RANK), "silu", groups, given)
+        extended.expand_behind(down, y, groups, sums)
     made = [kernel for kernel in MADE[before:] if kernel.name in ("_expand", "_gate")]
-    print(len(made), len({kernel.hash for kernel in made}))
+    narrow = max(kernel.asm["ptx"].count("ld.global.b16") for kernel in made)
+    print(len(made), len({kernel.hash for kernel in made}), narrow < 16)
 
 
 def main() -> None:

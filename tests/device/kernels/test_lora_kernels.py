@@ -54,4 +54,4 @@ def test_steps_of_all_numbers_of_tokens_run_three_variants_of_each_kernel():
     separate, gates, behind = done.stdout.splitlines()
     assert separate == "30 3 6 9 True", "launches, variants by number of tokens, wide reads"
     assert gates == "3 1", "launches, variants"
-    assert behind == "24 6", "launches, variants: of two sizes of tiles for each of three operations"
+    assert behind == "40 10 True", "launches, variants (two sizes of tiles, five operations), wide reads of B"
