@@ -37,7 +37,9 @@ class QwenVL(TowerEncoder):
     rows, columns).
     """
 
-    scale: Sequence[Tensor] = ()  # mean and standard deviation of each colour, after ``load``
+    # the scaled and normalized values of 0 to 255 for each colour [3 * 256], in the dtype of the tower, after ``load``
+    scaled: Tensor
+    colours: Tensor  # i64 [3] where the values of each colour begin in ``scaled``
 
     def facts_with(self, token: int) -> ImageFacts:
         """Return the facts of a checkpoint: how an image is written in a prompt; ``token`` is the id of an image token.
@@ -96,15 +98,21 @@ class QwenVL(TowerEncoder):
         return ImageValues(pixels, grid, tokens)
 
     def _serve(self, model: Any, device: str) -> int:
-        """Move the modules to a device, and read mean and standard deviation of the processor.  Return the bytes of the
-        weights.
+        """Move the modules to a device, and compute the values that the processor gives to the pixels of each colour.
+        Return the bytes of the weights.
         """
         import torch
 
+        size = super()._serve(model, device)
         self._load_processor()
-        mean, std = self._processor.image_mean, self._processor.image_std
-        self.scale = [torch.tensor(list(one), device=device) for one in (mean, std)]
-        return super()._serve(model, device)
+        found = self._processor
+        if found.do_rescale and found.do_normalize:  # else ``prepare`` returns patches
+            mean, std = (torch.tensor(list(one)) for one in (found.image_mean, found.image_std))
+            pixels = torch.arange(256).double() * found.rescale_factor
+            by_colour = (pixels.float()[:, None] - mean) / std
+            self.scaled = by_colour.T.flatten().to(device, self.dtype)
+            self.colours = 256 * torch.arange(3, device=device)
+        return size
 
     @property
     def _patch(self) -> int:
@@ -133,12 +141,11 @@ class QwenVL(TowerEncoder):
         count, side, merge = shape[0] * shape[1] * shape[2], self._patch, self._merge
         if values.numel() != count * side**2 * 3:
             return values.view(count, -1).to(self.dtype)
-        scaled = (values.double() * self._processor.rescale_factor).float().view(-1, 3)
-        mean, std = self.scale
         _, rows, columns = shape
-        squares = ((scaled - mean) / std).view(rows // merge, merge, side, columns // merge, merge, side, 3)
-        patches = squares.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
-        return patches.expand(*patches.shape[:5], FRAMES, side, side).reshape(count, -1).to(self.dtype)
+        squares = values.view(rows // merge, merge, side, columns // merge, merge, side, 3)
+        places = squares.permute(0, 3, 1, 4, 6, 2, 5) + self.colours[:, None, None]
+        patches = self.scaled[places].unsqueeze(5)
+        return patches.expand(*patches.shape[:5], FRAMES, side, side).reshape(count, -1)
 
     def features(self, values: Tensor, shape: tuple[int, int, int]) -> list[Tensor]:
         """Return the features of an image with these pixels or patches."""
