@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -204,6 +204,28 @@ class CompileAhead:
         """
         for job in jobs:
             job.exception()
+
+    def finish(self, jobs: Iterable[Future[None]], finished: Callable[[], None]) -> None:
+        """Accept no more functions, and call ``finished`` in a thread when the compilations ``jobs`` have ended.
+
+        It is not called if one of them is cancelled."""
+        left = set(jobs)
+        lock = threading.Lock()
+
+        def ended(job: Future[None]) -> None:
+            if job.cancelled():
+                return  # ``left`` keeps it
+            with lock:
+                left.discard(job)
+                last = not left
+            if last:
+                finished()
+
+        self.pool.shutdown(wait=False)
+        if not left:
+            finished()
+        for job in tuple(left):
+            job.add_done_callback(ended)
 
     def close(self) -> None:
         """Cancel the compilations that have not begun."""

@@ -127,7 +127,7 @@ class Graphs:
         wiring = runner.wiring
         wanted = self.known is not None or wiring.steps.graph_captures == "gradual"
         gradual = self.gradual and wanted
-        self.later = LaterCaptures(self, runner.worker.rehearsals, gradual)
+        self.later = LaterCaptures(self, gradual)
         self.spare = wiring.max_num_seqs
         self.sizes = row_sizes(self.spare)
         self.coarse = coarse_sizes(self.spare)
@@ -430,8 +430,8 @@ class Graphs:
             if r.graph_safe[-1] and self.known is None:
                 for variant in variants:
                     self._draw_once(variant)
-        finish_served(self, served)
         self.later.begin(later)
+        finish_served(self, served)
 
     def _first_decodes(self) -> list[GraphKey]:
         """Return the shapes of decode steps with short contexts, the largest first."""

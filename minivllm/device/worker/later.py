@@ -4,13 +4,13 @@
     a step     runs in a larger capture; after some steps its own size is captured   (``Graphs._is_due``)
     idle turn  the next capture of the queue, smallest first                          (the verb "captures")
 
-The kernels of all these captures are compiled before the engine is ready (``served_kernels``)."""
+Their kernels are compiled ahead (``served_kernels``)."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,9 +18,6 @@ from minivllm.core.interfaces.attention import GraphKey
 from minivllm.device.layers.captured_sizes import first_decode, is_first_mixed
 
 from .captured import Drawn, SampleOperations
-
-if TYPE_CHECKING:
-    from .start import Rehearsals
 
 Shape = GraphKey | Drawn
 
@@ -47,9 +44,8 @@ def size_of(shape: Shape) -> tuple[int, int]:
 class LaterCaptures:
     """The queue of captures that are made while the engine serves.  Without ``gradual`` it stays empty."""
 
-    def __init__(self, graphs: Captures, rehearsals: Rehearsals, gradual: bool) -> None:
+    def __init__(self, graphs: Captures, gradual: bool) -> None:
         self.graphs = graphs
-        self.rehearsals = rehearsals
         self.gradual = gradual
         self.begun = False  # whether the captures of the engine's start are finished
         self.queue: deque[Shape] = deque()
@@ -83,7 +79,6 @@ class LaterCaptures:
         """Note that the captures of the start are finished, and queue ``shapes`` for later."""
         self.begun = True
         self.queue.extend(sorted(shapes, key=lambda one: (*size_of(one), isinstance(one, Drawn))))
-        self.rehearsals.done()
 
     def capture(self) -> bool:
         """Make the next capture of the queue; return False if none is left."""

@@ -1,8 +1,9 @@
-"""Kernels of steps and draws that ordinary requests may need, compiled before the engine is ready.
+"""Kernels of steps and draws that ordinary requests may need, compiled before these requests come.
 
 A captured step compiles its kernels when it is captured.  Other steps are captured, or run as separate launches, while
 requests run, and a compilation would then delay these requests by some tenths of a second.  So a first start also
-rehearses one step for each set of their kernels:
+rehearses one step for each set of their kernels before the engine is ready.  Threads compile them, and end some
+seconds later on the first start on a card:
 
     decode     numbers of rows for which kernels of products and of attention may differ, short and long contexts, with
                shared prefixes, and with adapters if the engine has any
@@ -79,19 +80,22 @@ def compile_served(graphs: ServedCaptures, spans: Sequence[int], known: Collecti
     graphs.late_masks()  # the memory of token masks, which some of the draws read
     steps = served_steps(graphs, spans)
     draws = served_draws(runner, graphs.sizes)
-    shapes: list[GraphKey | Drawn] = [*steps, *draws]
+    shapes: list[GraphKey | Drawn] = [*draws, *steps]
     runs: list[Callable[[], Any]] = [partial(graphs.rehearse, shape) for shape in shapes if shape not in known]
     runs += [partial(graphs.layers.shortened, run) for run in separate_steps(runner)]
     return rehearsals.begin(*runs)
 
 
 def finish_served(graphs: ServedCaptures, jobs: Sequence[Any]) -> None:
-    """Wait for the compilations of ``compile_served``.  From then on draws with all limits are compiled for both dtypes
-    of logits, unless kernels are compiled at their first launch."""
+    """End the rehearsals of a start.  The compilations of ``compile_served`` continue in threads while the engine
+    serves its first requests.
+
+    Draws with all limits count as compiled for both dtypes of logits, unless kernels are compiled at their first
+    launch."""
     rehearsals = graphs.runner.worker.rehearsals
-    rehearsals.wait(jobs)
     if rehearsals.ready or rehearsals.active:
         graphs.draw_bits = {False: -1, True: -1}
+    rehearsals.done(jobs)
 
 
 def served_steps(graphs: ServedCaptures, spans: Sequence[int]) -> Iterator[GraphKey]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ class Rehearsals:
         self.times = times
         self.device = device
         self.ahead: CompileAhead | None = None
+        self._finishing: CompileAhead | None = None  # its last compilations run behind the start
         self.marks: CompiledMarks | None = None
         self.note: str | None = None
         wanted = wiring.steps.compile_ahead
@@ -69,7 +71,7 @@ class Rehearsals:
         compiler."""
         self.wait(self.begin(*runs))
 
-    def begin(self, *runs: Callable[[], Any]) -> list[Any]:
+    def begin(self, *runs: Callable[[], Any]) -> list[Future[None]]:
         """Start to compile the kernels that the functions ``runs`` launch, and return the compilations.
 
         If an earlier start has compiled them, no function is called.  If the rehearsal of a function fails, its kernels
@@ -79,13 +81,13 @@ class Rehearsals:
         with self.times.of("compile"):
             return [job for run in runs for job in self._start(run)]
 
-    def wait(self, jobs: Sequence[Any]) -> None:
+    def wait(self, jobs: Sequence[Future[None]]) -> None:
         """Wait for compilations that ``begin`` returned."""
         if jobs and self.ahead is not None:
             with self.times.of("compile"):
                 self.ahead.wait(jobs)
 
-    def _start(self, run: Callable[[], Any]) -> Sequence[Any]:
+    def _start(self, run: Callable[[], Any]) -> Sequence[Future[None]]:
         """Start to compile the kernels that ``run`` launches, and return the compilations."""
         if self.ahead is None:
             return ()
@@ -96,17 +98,19 @@ class Rehearsals:
             self.close()
             return ()
 
-    def done(self) -> None:
-        """Note that all kernels are compiled.  No more functions are rehearsed."""
-        if self.marks is not None and self.ahead is not None:
-            self.marks.set()
-        self.close()
+    def done(self, jobs: Sequence[Future[None]] = ()) -> None:
+        """End the rehearsals.  When the compilations ``jobs`` have ended too, note that all kernels are compiled."""
+        if self.ahead is not None and self.marks is not None:
+            self.ahead.finish(jobs, self.marks.set)
+            self._finishing = self.ahead
+            self.ahead = None
 
     def close(self) -> None:
         """Cancel the compilations that have not begun."""
-        if self.ahead is not None:
-            self.ahead.close()
-            self.ahead = None
+        for ahead in (self.ahead, self._finishing):
+            if ahead is not None:
+                ahead.close()
+        self.ahead = self._finishing = None
 
 
 def _reason_against(wiring: Wiring, kernels: bool) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from functools import partial
 
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
 
@@ -125,6 +126,25 @@ def check_two_threads() -> None:
     assert seen == [None, None], "a kernel was launched"
 
 
+def check_ends(cpu) -> None:
+    """Check that the end of all last compilations is noted once, and not if one is cancelled."""
+    for cancelled in (False, True):
+        go = threading.Event()
+        ahead = CompileAhead(cpu, 1)
+        waiting = [ahead.pool.submit(go.wait) for _ in range(3)]
+        ends: list[bool] = []
+        ahead.finish([*waiting, *waiting], partial(ends.append, True))
+        assert not ends
+        if cancelled:
+            ahead.close()
+        go.set()
+        ahead.pool.shutdown()
+        assert ends == ([] if cancelled else [True])
+    ends = []
+    CompileAhead(cpu, 1).finish([], partial(ends.append, True))
+    assert ends == [True]
+
+
 def main() -> None:
     driver.set_active(Hopper())  # type: ignore[arg-type]
     ahead_module.blank = poison
@@ -197,6 +217,7 @@ def main() -> None:
         raise AssertionError("it compiled")
     ahead.close()
 
+    check_ends(cpu)
     marks, others = CompiledMarks(cpu, ["a"]), CompiledMarks(cpu, ["b"])
     assert not marks.exist()
     marks.set()
