@@ -2,7 +2,7 @@
 
     rehearse   run() ──► shapes and dtypes only; a kernel that is not compiled is queued, and none is launched
     compile    queue ──► threads: Triton releases Python's lock in its passes and in ptxas
-    run        run() ──► every kernel is compiled
+    run        run() ──► every kernel is compiled, or the launch waits until a thread has compiled it
 
 A step compiles its kernels one after another, each at its first launch.  A rehearsal finds the same variants, because
 it calls the same functions with tensors of the same shapes.  A later step of this process, or of another one, reads the
@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ import minivllm
 
 THREADS = 16  # largest number of threads that compile kernels
 _THREAD = threading.local()
-_ONE = threading.Lock()  # held by the thread that rehearses, because a rehearsal replaces methods of Triton's class
+_ONE = threading.Lock()  # held by the thread that rehearses, because a rehearsal replaces a method of Triton's class
 aten = torch.ops.aten
 # operations of torch that allocate memory and leave its content undefined
 _EMPTY = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
@@ -60,7 +61,7 @@ def blank(x: torch.Tensor) -> torch.Tensor:
 
 def rehearsing() -> bool:
     """Return whether this thread rehearses: kernels are recorded for compilation and not launched."""
-    return getattr(_THREAD, "rehearses", False)
+    return getattr(_THREAD, "ahead", None) is not None
 
 
 class ShapesOnly(TorchDispatchMode):
@@ -170,17 +171,66 @@ def _memory_of(x: Any, device: torch.device) -> Any:
     return blank(torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device))
 
 
+class Compilation:
+    """The compilation of a variant of a kernel, which the first caller of ``run`` makes and other callers wait for."""
+
+    def __init__(self, compile_it: Callable[[], Any]) -> None:
+        self.compile_it = compile_it
+        self.kernel: Any = None
+        self._lock = threading.Lock()
+
+    def run(self, finish: Callable[[Any], None] | None = None) -> Any:
+        """Return the compiled kernel.  The caller that compiles it then calls ``finish`` with it.
+
+        After an error the next caller compiles it again, so that a launch reports the error."""
+        with self._lock:
+            if self.kernel is None:
+                self.kernel = self.compile_it()
+                if finish is not None:
+                    finish(self.kernel)
+            return self.kernel
+
+
+# (id of the kernel function, key of the variant, number of the device) -> compilation that is queued or running
+_PENDING: dict[tuple[int, Any, int], Compilation] = {}
+
+
+def _place(function: Any, key: Any) -> tuple[int, Any, int]:
+    """Return the key in ``_PENDING`` of a kernel's variant for the current device."""
+    return id(function), key, driver.active.get_current_device()
+
+
+def _share_compilations() -> None:
+    """Make every launch in this process use ``_PENDING``: Triton itself compiles a variant in each thread that launches
+    it.  Triton compiles a variant in ``JITFunction._do_compile``."""
+    compile_one = JITFunction._do_compile
+    if getattr(compile_one, "shared", False):
+        return
+
+    def shared(function: Any, key: Any, *rest: Any, **more: Any) -> Any:
+        compile_it = partial(compile_one, function, key, *rest, **more)
+        if rehearsing():
+            _THREAD.ahead._queue(function, key, compile_it)
+            return None
+        pending = _PENDING.get(_place(function, key))
+        return compile_it() if pending is None else pending.run()
+
+    shared.shared = True  # type: ignore[attr-defined]
+    JITFunction._do_compile = shared
+
+
 class CompileAhead:
     """Compiles the kernels of rehearsed functions in threads.  The rehearsals of all engines of a process run one after
     another."""
 
     def __init__(self, device: torch.device, threads: int = 0) -> None:
+        _share_compilations()
         self.device = device
         count = threads or min(THREADS, len(os.sched_getaffinity(0)))
         self.pool = ThreadPoolExecutor(count, thread_name_prefix="minivllm-compile")
-        # (id of the kernel function, key of the variant) -> compilation of the variant
-        self.jobs: dict[tuple[int, Any], Future[None]] = {}
-        self._found: dict[tuple[int, Any], Future[None]] = {}
+        # key in ``_PENDING`` -> compilation of the variant
+        self.jobs: dict[tuple[int, Any, int], Future[None]] = {}
+        self._found: dict[tuple[int, Any, int], Future[None]] = {}
 
     def rehearse(self, run: Callable[[], Any]) -> list[Future[None]]:
         """Call ``run`` without launching kernels, and start to compile those that are not compiled.
@@ -189,12 +239,12 @@ class CompileAhead:
         operation whose shape depends on the content of tensors."""
         with _ONE:
             self._found = {}
-            _THREAD.rehearses = True
+            _THREAD.ahead = self
             try:
                 with ShapesOnly() as shapes, self._collecting(shapes):
                     run()
             finally:
-                _THREAD.rehearses = False
+                _THREAD.ahead = None
             return list(self._found.values())
 
     def wait(self, jobs: Sequence[Future[None]]) -> None:
@@ -233,11 +283,8 @@ class CompileAhead:
 
     @contextmanager
     def _collecting(self, shapes: ShapesOnly) -> Iterator[None]:
-        """Queue the kernels that this thread would compile, and launch none.
-
-        Triton compiles a variant in ``JITFunction._do_compile`` and launches nothing with ``warmup``."""
+        """Make this thread launch no kernels: Triton launches nothing with ``warmup``."""
         run = JITFunction.run
-        compile_one = JITFunction._do_compile
         thread = threading.get_ident()
 
         def not_launched(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -247,35 +294,30 @@ class CompileAhead:
             run(function, *args, grid=grid, warmup=True, **options)
             return None
 
-        def queued(function: Any, key: Any, *rest: Any, **more: Any) -> Any:
-            if threading.get_ident() != thread:
-                return compile_one(function, key, *rest, **more)
-            return self._queue(function, key, lambda: compile_one(function, key, *rest, **more))
-
         JITFunction.run = not_launched
-        JITFunction._do_compile = queued
         try:
             yield
         finally:
             JITFunction.run = run
-            JITFunction._do_compile = compile_one
 
     def _queue(self, function: Any, key: Any, compile_it: Callable[[], Any]) -> None:
         """Queue the compilation of a kernel's variant, unless it was queued before.
 
         If a compilation fails, the launch in a real run reports the error."""
-        at = id(function), key
+        at = _place(function, key)
         if at not in self.jobs:
-            self.jobs[at] = self.pool.submit(self._compile, compile_it)
+            pending = _PENDING.setdefault(at, Compilation(compile_it))
+            self.jobs[at] = job = self.pool.submit(self._compile, pending)
+            job.add_done_callback(lambda job: _PENDING.pop(at, None))
         self._found[at] = self.jobs[at]
 
-    def _compile(self, compile_it: Callable[[], Any]) -> None:
+    def _compile(self, pending: Compilation) -> None:
         """Compile a kernel's variant for this object's device, in a thread."""
         if self.device.type != "cuda":
-            compile_it()
+            pending.run()
             return
         with torch.cuda.device(self.device):
-            _build_launcher(compile_it())
+            pending.run(_build_launcher)
 
 
 def _build_launcher(kernel: Any) -> None:

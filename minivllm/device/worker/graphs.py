@@ -420,8 +420,9 @@ class Graphs:
         if whole > SHORT:
             queue = later if self.later.gradual else now
             queue += [GraphKey("decode", n, n, whole) for n in long_decode(self.sizes)]
-        self._compile(now)
+        compiled = r.worker.rehearsals.begin(*(partial(self.rehearse, shape) for shape in now))
         served = compile_served(self, sorted({SHORT, max(whole, SHORT)}), now)
+        r.worker.rehearsals.wait(compiled)
         with r.worker.times.of("captures"):
             for shape in progress.counted(progress.CAPTURES, now):
                 self.capture_shape(shape)

@@ -2,8 +2,8 @@
 
 A captured step compiles its kernels when it is captured.  Other steps are captured, or run as separate launches, while
 requests run, and a compilation would then delay these requests by some tenths of a second.  So a first start also
-rehearses one step for each set of their kernels before the engine is ready.  Threads compile them, and end some
-seconds later on the first start on a card:
+rehearses one step for each set of their kernels before the engine is ready.  Threads compile them, and may end after
+that.  A launch whose kernel a thread compiles waits for it:
 
     decode     numbers of rows for which kernels of products and of attention may differ, short and long contexts, with
                shared prefixes, and with adapters if the engine has any
@@ -71,16 +71,17 @@ class ServedCaptures(Protocol):
 def compile_served(graphs: ServedCaptures, spans: Sequence[int], known: Collection[GraphKey | Drawn]) -> list[Any]:
     """Start to compile the kernels of the steps and draws that ordinary requests may need; return the compilations.
 
-    ``spans`` are the longest contexts of captures, ascending.  The kernels of the shapes ``known`` are compiled
-    already.  Nothing is done if an earlier start has compiled all kernels."""
+    ``spans`` are the longest contexts of captures, ascending.  The kernels of the shapes ``known`` are queued already.
+    Nothing is done if an earlier start has compiled all kernels."""
     runner = graphs.runner
     rehearsals = runner.worker.rehearsals
     if not rehearsals.active:
         return []
     graphs.late_masks()  # the memory of token masks, which some of the draws read
-    steps = served_steps(graphs, spans)
-    draws = served_draws(runner, graphs.sizes)
-    shapes: list[GraphKey | Drawn] = [*draws, *steps]
+    steps = [*served_steps(graphs, spans)]
+    mixed = [key for key in steps if key.kind == "mixed"]  # first, because the start itself captures some of them
+    decodes = [key for key in steps if key.kind != "mixed"]
+    shapes: list[GraphKey | Drawn] = [*mixed, *served_draws(runner, graphs.sizes), *decodes]
     runs: list[Callable[[], Any]] = [partial(graphs.rehearse, shape) for shape in shapes if shape not in known]
     runs += [partial(graphs.layers.shortened, run) for run in separate_steps(runner)]
     return rehearsals.begin(*runs)

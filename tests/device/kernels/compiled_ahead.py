@@ -126,6 +126,38 @@ def check_two_threads() -> None:
     assert seen == [None, None], "a kernel was launched"
 
 
+def check_one_compilation(cpu) -> None:
+    """Check that a launch waits for a compilation of its kernel in a thread, makes one that has not begun itself, and
+    that no thread compiles the kernel again."""
+    x, begun, go = torch.ones(64), threading.Event(), threading.Event()
+    compiled, got = [], []
+
+    def launch(size):
+        return negate.warmup(x, x, size, grid=(1,))
+
+    def hold(*, metadata, cache_hit, **_):
+        compiled.append((threading.current_thread().name, cache_hit))
+        if threading.current_thread().name.startswith("minivllm"):
+            begun.set()
+            go.wait(10)
+
+    knobs.compilation.listener = hold
+    ahead = CompileAhead(cpu, 1)
+    jobs = ahead.rehearse(lambda: [negate[(1,)](x, x, size) for size in (4, 8)])
+    assert len(jobs) == 2 and begun.wait(10)
+    waits = threading.Thread(target=lambda: got.append(launch(4)))
+    waits.start()
+    launch(8)  # it is queued behind the one that runs
+    assert [at for at, _ in compiled[1:]] == ["MainThread"] and not got
+    go.set()
+    waits.join()
+    ahead.wait(jobs)
+    ahead.pool.shutdown()
+    knobs.compilation.listener = None
+    assert [hit for _, hit in compiled] == [False, False] and got == [launch(4)]
+    assert not ahead_module._PENDING
+
+
 def check_ends(cpu) -> None:
     """Check that the end of all last compilations is noted once, and not if one is cancelled."""
     for cancelled in (False, True):
@@ -151,6 +183,7 @@ def main() -> None:
     check_operations()
     check_two_threads()
     cpu = torch.device("cpu")
+    check_one_compilation(cpu)
     ahead, x, seen, launched_before = CompileAhead(cpu, 2), torch.ones(48), [], JITFunction.run
 
     def run():
