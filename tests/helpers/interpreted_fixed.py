@@ -18,6 +18,7 @@ from minivllm.core.interfaces.decoder import Norm
 from minivllm.core.interfaces.kvformat import KVLayout, TensorSpec
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.device.kernels import activation, fixed_products, fixed_rows
+from minivllm.device.kernels.ahead import CompileAhead
 from minivllm.device.kernels.fixed_products import FixedProduct, ProductTile
 from minivllm.device.kernels.fixed_rows import Addition, FixedJoined, FixedLinear, FixedRow
 from minivllm.device.kernels.norm import add_rms_norm
@@ -292,6 +293,11 @@ def test_tiles_of_few_lines_are_used_only_if_they_have_the_bits_of_other_tiles(c
         if case == "plain" and short:
             of[3][2, 1, 3] += 1e-5
 
+    monkeypatch.setattr(triton_fixed_check, "attend", lambda *of, short, **more: calls.append(short))
+    rehearsed = []
+    CompileAhead(given[-1], 1).rehearse(lambda: rehearsed.append(triton_fixed_check.short_lines_agree(*given)))
+    assert rehearsed == [True] and sorted(calls) == [False, False, True, True] and not triton_fixed_check.AGREED
+    calls.clear()
     monkeypatch.setattr(triton_fixed_check, "attend", attend)
     assert triton_fixed_check.short_lines_agree(*given) == (case != "plain")
     assert sorted(calls) == [False, False, True, True]

@@ -6,6 +6,7 @@ few milliseconds of a start.  A kernel that gives other outputs, or fails, is no
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,9 +36,14 @@ def disagreement(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.d
     """Return why the Hopper kernel must not be used for layers of this shape, "" if it agrees with ``triton_prefill``.
 
     ``dtype`` is that of queries, keys and values.  The call waits for the device.  Only agreement is remembered,
-    because a failure may be a lack of memory that passes.  In a rehearsal nothing is computed, and the result is "".
+    because a failure may be a lack of memory that passes.  In a rehearsal nothing is computed, and the result is "";
+    both kernels are compiled at the same time then.
     """
-    if rehearsing() or (spec, dtype, block, device) in AGREED:
+    if (spec, dtype, block, device) in AGREED:
+        return ""
+    if rehearsing():
+        with suppress(Exception), torch.inference_mode():  # the comparison itself reports errors
+            _outputs(spec, dtype, block, device)
         return ""
     try:
         with torch.inference_mode():
@@ -52,15 +58,23 @@ def disagreement(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.d
 
 def _distance(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.device) -> float:
     """Return the largest relative distance between the outputs of both kernels for a token; NaN for NaN."""
+    found, want = (out.float() for out in _outputs(spec, dtype, block, device))
+    norms = want.norm(dim=2)
+    distance = (found - want).norm(dim=2) / norms
+    return float(distance.max())
+
+
+def _outputs(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the outputs of both kernels for the same rows.  Nothing waits for the device."""
     generator = torch.Generator(device).manual_seed(0)  # numbers drawn on the host would take most of the time
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
-    meta, pages = _meta(block, device)
+    meta, table = _meta(block, device)
+    pages = 1 + int(table.max())
     shape = (pages, block, spec.kv_heads, spec.dim_qk)
     cache = {"k": drawn(*shape), "v": drawn(*shape)}
-    table = meta.table[0].tolist()
     for tensor in cache.values():
         _spoil_unused(tensor, table)
     sinks = None
@@ -76,13 +90,10 @@ def _distance(spec: AttnSpec, dtype: torch.dtype, block: int, device: torch.devi
     lines = triton_prefill.tile_lines(spec.heads // spec.kv_heads, max(NEW))
     tiles = _tiles(spec, lines, device)
     triton_prefill.prefill(layer, q, meta, want, None, tiles)
-    found, want = found.float(), want.float()
-    norms = want.norm(dim=2)
-    distance = (found - want).norm(dim=2) / norms
-    return float(distance.max())
+    return found, want
 
 
-def _spoil_unused(tensor: Tensor, table: list[list[int]]) -> None:
+def _spoil_unused(tensor: Tensor, table: np.ndarray) -> None:
     """Write NaN to the null block, and behind the end of each row, where no kernel may read."""
     tensor[0] = torch.nan  # the null block
     block = tensor.shape[1]
@@ -92,9 +103,9 @@ def _spoil_unused(tensor: Tensor, table: list[list[int]]) -> None:
             tensor[blocks[full], rest:] = torch.nan
 
 
-def _meta(block: int, device: torch.device) -> tuple[Any, int]:
-    """Return the fields of ``AttnMeta`` that both kernels read, for the rows of the comparison, and the number of cache
-    blocks.
+def _meta(block: int, device: torch.device) -> tuple[Any, np.ndarray]:
+    """Return the fields of ``AttnMeta`` that both kernels read, and the block table [row, block] of the rows of the
+    comparison on the host.
     """
     counts = [-(-length // block) for length in ALL]
     total = sum(counts)
@@ -114,7 +125,7 @@ def _meta(block: int, device: torch.device) -> tuple[Any, int]:
     meta.slots = put(rows, torch.int64)
     meta.kv_len = put([ALL])
     meta.cu_q = put([0, *np.cumsum(NEW)])
-    return meta, 1 + total
+    return meta, table[0]
 
 
 def _tiles(spec: AttnSpec, lines: int, device: torch.device) -> triton_prefill.Tiles:

@@ -80,6 +80,7 @@ class Triton(AttentionBackend):
         device = torch.device(self.ctx.device)
         if self.ctx.batch_invariant and capability(device) >= 9:
             dtype = getattr(torch, self.ctx.dtype)
+            self.short.discard(spec)  # a rehearsal may have added it
             if short_lines_agree(spec, dtype, layout, FIXED_LINES, device):
                 self.short.add(spec)
         return layout

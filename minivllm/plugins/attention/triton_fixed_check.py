@@ -7,6 +7,7 @@ bits, because a decoded token has the bits of the same token in a prompt (``batc
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnSpec
 from minivllm.core.interfaces.kvformat import KVLayout
+from minivllm.device.kernels.ahead import rehearsing
 
 from .triton_fixed import PROGRAMS, attend, short_lines
 from .triton_prefill import Tiles
@@ -27,18 +29,30 @@ AGREED: dict[tuple[Any, ...], bool] = {}  # earlier results in this process, by 
 def short_lines_agree(spec: AttnSpec, dtype: torch.dtype, layout: KVLayout, lines: int, device: torch.device) -> bool:
     """Return whether tiles of ``short_lines`` give the bits of tiles with ``lines`` lines for layers of this shape.
 
-    ``dtype`` is that of queries, and ``layout`` has the tensors of the cache.  The call waits for the device."""
+    ``dtype`` is that of queries, and ``layout`` has the tensors of the cache.  The call waits for the device.  In a
+    rehearsal nothing is computed or remembered, and the result is True; the kernels of both tiles are compiled then."""
     if short_lines(spec) >= lines:
         return False
     stored = tuple((name, one.shape, one.dtype) for name, one in layout.tensors.items())
     key = (spec, dtype, stored, layout.block, lines, device)
     if key not in AGREED:
+        if rehearsing():
+            with suppress(Exception), torch.inference_mode():  # the comparison itself reports errors
+                _outputs(spec, dtype, layout, lines, device)
+            return True
         with torch.inference_mode():
             AGREED[key] = _equal(spec, dtype, layout, lines, device)
     return AGREED[key]
 
 
 def _equal(spec: AttnSpec, dtype: torch.dtype, layout: KVLayout, lines: int, device: torch.device) -> bool:
+    found = _outputs(spec, dtype, layout, lines, device)
+    return all(torch.equal(found[0], one) for one in found[1:])
+
+
+def _outputs(spec: AttnSpec, dtype: torch.dtype, layout: KVLayout, lines: int, device: torch.device) -> list[Tensor]:
+    """Return the outputs of both kinds of tiles for the same rows, with few and with many tiles.  Nothing waits for the
+    device."""
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -69,7 +83,7 @@ def _equal(spec: AttnSpec, dtype: torch.dtype, layout: KVLayout, lines: int, dev
             out = torch.full((rows, spec.heads, spec.dim_v), torch.nan, dtype=dtype, device=device)
             attend(layer, q, meta, out, None, tiles, True, short=short)
             found.append(out)
-    return all(torch.equal(found[0], one) for one in found[1:])
+    return found
 
 
 def _meta(block: int, put: Callable[..., Tensor]) -> tuple[Any, int]:

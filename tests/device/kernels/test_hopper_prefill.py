@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
+from minivllm.device.kernels.ahead import CompileAhead
 from minivllm.device.layers.rotary import prepare_qk
 from minivllm.plugins.attention import hopper_check, hopper_choice, triton_backend
 from minivllm.plugins.attention.options import TritonOptions
@@ -191,6 +192,36 @@ def test_a_kernel_that_is_wrong_on_this_device_is_not_used(kernel, words, monkey
     monkeypatch.setattr(triton_backend, "disagreement", lambda *_: words)
     step = steps_with(monkeypatch, "auto", layout=True)
     assert step([(4000, 4000)]) == ["prefill" if words else "hopper"]
+
+
+def test_a_rehearsal_compares_no_kernels_and_launches_both_so_that_both_are_compiled(monkeypatch):
+    calls = []
+
+    def fails(*_):
+        calls.append("hopper")
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(hopper_check, "AGREED", set())
+    monkeypatch.setattr(hopper_check.triton_prefill, "prefill", lambda *_: calls.append("prefill"))
+    given = AttnSpec(8, 2, 64, 64), torch.float16, 32, torch.device("cpu")
+    for kernel, seen in ((lambda *_: calls.append("hopper"), ["hopper", "prefill"]), (fails, ["hopper"])):
+        monkeypatch.setattr(hopper_check, "kernel_module", lambda kernel=kernel: SimpleNamespace(attend=kernel))
+        found = []
+        CompileAhead(torch.device("cpu"), 1).rehearse(
+            lambda found=found: found.append(hopper_check.disagreement(*given))
+        )
+        assert found == [""] and calls == seen and not hopper_check.AGREED
+        calls.clear()
+
+
+def test_smaller_tiles_that_only_a_rehearsal_took_for_equal_are_not_used(monkeypatch):
+    answers = [True, False]
+    monkeypatch.setattr(triton_backend, "capability", lambda device: 9)
+    monkeypatch.setattr(triton_backend, "short_lines_agree", lambda *_: answers.pop(0))
+    backend = triton_backend.Triton(TritonOptions(), context(Bf16(), 64, invariant=True))
+    for expected in ({LLAMA}, set()):
+        backend.layout(LLAMA, Bf16(), 64)
+        assert backend.short == expected
 
 
 def context(fmt, block, device="cpu", dtype="bfloat16", invariant=False):
