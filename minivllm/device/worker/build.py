@@ -167,7 +167,7 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
         _load_others(worker, wiring, cfg, fmt)
     if parts.states:
         worker.states = _take_states(worker, wiring, parts)
-    with times.of("KV cache"):
+    with times.of("KV cache"), rehearsals.needed():
         _take_cache(worker, wiring, parts, fmt)
     return worker
 

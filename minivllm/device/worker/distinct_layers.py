@@ -37,7 +37,7 @@ class DistinctLayers:
     def __init__(self, runner: Runner) -> None:
         self.model = runner.model
         self.blocks: list[Any] | None = None  # the layers that run; None means all
-        self._recorded = set[Any]()  # kinds of captures before which all layers ran
+        self._run = set[Any]()  # kinds of captures before which all layers have run
         read = (runner.compactor, runner.states_read, runner.images, runner.state.recurrent)
         if type(self.model) is not Decoder or not runner.alone or any(reader is not None for reader in read):
             return
@@ -50,13 +50,20 @@ class DistinctLayers:
     def before(self, key: GraphKey, run: Callable[[], Any]) -> Callable[[], Any]:
         """Return the function to call before ``run``, the layers of a step of shape ``key``, is recorded.
 
-        It is ``run`` itself for the first step of a kind, in which each layer may allocate its own memory, and for a
-        step with tap points.  For other steps it runs only the layers of ``only``."""
+        It runs all layers for the first steps of a kind until such a run succeeds, because each layer may allocate its
+        own memory then, and for a step with tap points.  For other steps it runs only the layers of ``only``."""
         kind = type(key), key.kind, key.shared, key.rows == 1
-        if isinstance(key, TappedKey) or kind not in self._recorded:
-            self._recorded.add(kind)
+        if isinstance(key, TappedKey):
             return run
-        return partial(self.shortened, run)
+        if kind in self._run:
+            return partial(self.shortened, run)
+
+        def whole() -> Any:
+            result = run()
+            self._run.add(kind)
+            return result
+
+        return whole
 
     def shortened(self, run: Callable[[], Any]) -> Any:
         """Call ``run``, in which the model runs only the layers of ``only``."""

@@ -70,7 +70,13 @@ class Runner:
     def __init__(self, wiring: Wiring, ranks: Any = None) -> None:
         self.wiring = wiring
         self.alone = ranks is None
-        self.worker = w = build_worker(wiring, ranks)
+        self.worker = build_worker(wiring, ranks)
+        with self.worker.rehearsals.needed():
+            self._build(ranks)
+
+    def _build(self, ranks: Any) -> None:
+        """Build what the worker lacks, among it the captured steps."""
+        wiring, w = self.wiring, self.worker
         self.device = w.device
         self.model = w.model
         self.backend = w.backend
@@ -172,6 +178,7 @@ class Runner:
             # the model or the attention back end cannot be captured, or memory is exhausted
             message = describe_error(as_exception(e))
             self.worker.notes.append(f"steps are not captured, they run as separate launches: {message}")
+            self.worker.rehearsals.close()
             return None
         return graphs
 

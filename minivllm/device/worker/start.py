@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,16 @@ class Rehearsals:
             self.ahead.finish(jobs, self.marks.set)
             self._finishing = self.ahead
             self.ahead = None
+
+    @contextmanager
+    def needed(self) -> Iterator[None]:
+        """Cancel the compilations that have not begun if the body of the ``with`` statement, a part of a start,
+        fails."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Cancel the compilations that have not begun."""

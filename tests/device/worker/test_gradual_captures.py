@@ -5,20 +5,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from minivllm import LLM
 from minivllm.core.engine.captures import QUIET, IdleCaptures
+from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.timing import StartTimes
 from minivllm.device.layers.captured_sizes import coarse_sizes, first_decode, first_mixed, is_first_mixed, row_sizes
-from minivllm.device.worker.distinct_layers import distinct
-from minivllm.errors import EngineDeadError
+from minivllm.device.worker import build
+from minivllm.device.worker.distinct_layers import DistinctLayers, distinct
+from minivllm.device.worker.graph_keys import TappedKey
+from minivllm.device.worker.runner import Runner
+from minivllm.errors import EngineDeadError, ResourceError
 from minivllm.testing.tiny import tiny_dir
 
 TESTS = Path(__file__).parents[2]
+# attributes of a runner in which nothing reads values of each layer
+UNREAD = dict(compactor=None, states_read=None, images=None, state=SimpleNamespace(recurrent=None))
 
 
 def test_captures_made_while_serving_give_what_separate_launches_give():
@@ -58,6 +67,46 @@ def test_the_layers_before_a_capture_have_each_form_and_each_pair_of_neighbours(
     assert distinct(forms) == layers
     run = [forms[i] for i in layers]
     assert set(pairwise(run)) == set(pairwise(forms)) and layers[-1] == len(forms) - 1
+
+
+def test_all_layers_run_before_captures_of_a_kind_until_such_a_run_succeeds():
+    layers = DistinctLayers(SimpleNamespace(model=SimpleNamespace(blocks=[*range(5)]), alone=False, **UNREAD))
+    layers.blocks, seen = [0, 1, 4], []
+
+    def run(fails):
+        seen.append(len(layers.model.blocks))
+        if fails:
+            raise RuntimeError("no memory")
+
+    mixed = GraphKey("mixed", 8, 64)
+    with pytest.raises(RuntimeError, match="no memory"):
+        layers.before(mixed, partial(run, True))()
+    for key in (mixed, mixed, GraphKey("decode", 8, 8), TappedKey("mixed", 8, 64), mixed):
+        layers.before(key, partial(run, False))()
+    assert seen == [5, 5, 3, 5, 5, 3]
+
+
+@pytest.mark.parametrize("fails", ["", "KV cache", "captures"])
+def test_a_start_that_fails_cancels_the_compilations_that_have_not_begun(fails, tmp_path, monkeypatch):
+    closed, take = [], build._take_cache
+
+    def take_cache(worker, *rest):
+        worker.rehearsals.ahead = SimpleNamespace(close=lambda: closed.append(True))
+        if fails == "KV cache":
+            raise ResourceError("of the cache")
+        take(worker, *rest)
+
+    def captured_steps(self):
+        if fails == "captures":
+            raise ResourceError("of the captures")
+
+    monkeypatch.setattr(build, "_take_cache", take_cache)
+    monkeypatch.setattr(Runner, "captured_steps", captured_steps)
+    tiny_dir(tmp_path, "qwen3")
+    options = dict(dtype="float32", device="cpu", num_kvcache_blocks=8, max_model_len=32, skip_tokenizer_init=True)
+    with pytest.raises(ResourceError, match="of the") if fails else nullcontext(), LLM(model=str(tmp_path), **options):
+        assert not closed
+    assert closed == [True]
 
 
 def test_an_idle_engine_waits_before_its_first_capture_and_none_follows_the_last():
