@@ -54,7 +54,7 @@ class ExtendedProduct:
         return getattr(scheme, "extended", None) is self
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.row is not None and len(x) == 1 and self.row.fits(x):
+        if self.fits(x):
             y: Tensor = self.row(x)[0]
             return y
         return F.linear(x, self.whole)
