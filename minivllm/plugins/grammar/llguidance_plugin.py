@@ -34,9 +34,12 @@ ESCAPES = 'nrbtf\\"'
 SPACED = {  # options of the library for JSON in calls of functions, with or without a space after commas and colons
     "json_allowed_escapes": ESCAPES, "whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?",
 }  # fmt: skip
+# advice of the library about an option that requests cannot set
+ADVICE = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 MOST = 300  # largest number of characters of an error message
 NOTHING = "no text that fits begins like this"
-QUOTED = re.compile(r"\d+ \|")
+QUOTED = re.compile(r"\d+ \||\^+$")  # a line that quotes the grammar or points into it
+POSITION = re.compile(r"at (\d+)\((\d+)\): ")  # line and column of an error, in the grammar that the library reads
 # largest number of items of the Earley parser at one position; each option of a ``choice`` is one item, and each
 # optional property four
 ITEMS = 20_000
@@ -92,7 +95,7 @@ class LLGuidance(Grammar):
         text = reply(source, self.ctx.eos_ids) if source.kind == "reply" else lark(source)
         made = llguidance.LLMatcher(self._tokenizer, HEAD + text, log_level=0, limits=self._limits)
         if made.is_error():
-            raise ValueError(_first(made.get_error()))
+            raise ValueError(_first(made.get_error(), text == source.text))
         handle = made, source.kind == "reply"
         size = BYTES + SOURCE_BYTES * len(source.text) + LARK_BYTES * len(text)
         return Compiled(handle, size)
@@ -222,9 +225,20 @@ def _whitespace(pattern: str) -> str:
     return write(kept)
 
 
-def _first(error: str) -> str:
-    """Return the first part of an error, without the parser's state and the lines of the grammar."""
+def _first(error: str, as_given: bool = False) -> str:
+    """Return the first part of an error, without the parser's state and the lines of the grammar.
+
+    ``as_given`` means that the library read the source of the request behind ``HEAD``, so that the position of the
+    error is a position in it.  Positions in another grammar are removed.
+    """
     if error.startswith("NoExtension"):
         return NOTHING
     lines = [line.strip() for line in error.partition("<state>")[0].split("\n")]
-    return " ".join(line for line in lines if line and not QUOTED.match(line))[:MOST]
+    text = " ".join(line for line in lines if line and not QUOTED.match(line))
+    text = text.replace(ADVICE, "Use anyOf")
+    if position := POSITION.match(text):
+        text = text[position.end() :]
+        if as_given:
+            line = int(position[1]) - HEAD.count("\n")
+            text = f"line {line}, column {position[2]}: {text}"
+    return text[:MOST]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -266,3 +267,44 @@ def test_on_few_cores_there_are_no_threads():
 
 def broken_pool(n):
     raise AssertionError(f"a pool of {n} threads was made")
+
+
+BROKEN_LARK = ["start: /(/", 'start: a\na: "x" zz', 'start: b\n\n// a comment\nb: /a(?=b)/ "c"\n', 'start: "a"~3..1']
+
+
+@pytest.mark.parametrize("text", BROKEN_LARK)
+def test_a_position_in_an_error_is_a_position_in_the_grammar_of_the_request(text):
+    """The library reads another grammar: with a line before it, and made from a schema or from GBNF."""
+    pytest.importorskip("llguidance")
+    from json_helpers import BYTES
+
+    from minivllm.plugins.grammar.llguidance_plugin import LLGuidance
+
+    library = LLGuidance(None, BYTES)
+    with pytest.raises(ValueError, match=r"^line \d+, column \d+: ") as error:
+        library.compile(GrammarSource("grammar", text))
+    line, column = map(int, re.findall(r"\d+", str(error.value))[:2])
+    faulty = next(row for row in text.split("\n") if re.search(r"zz|/|~", row) and "//" not in row)
+    assert text.split("\n")[line - 1] == faulty
+    assert 1 <= column <= len(faulty)
+    assert "^" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "kind, text, words",
+    [
+        ("json", '{"type": "strin"}', "Invalid type: strin"),
+        ("json", '{"$ref": "#/x"}', "Pointer '/x' does not exist"),
+        ("json", '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "Use anyOf"),
+        ("grammar", 'root ::= "a"\n\nroot ::= "a" {2,1}', "range end must be"),
+    ],
+)
+def test_an_error_has_no_position_in_a_grammar_that_the_request_does_not_have(kind, text, words):
+    pytest.importorskip("llguidance")
+    from json_helpers import BYTES
+
+    from minivllm.plugins.grammar.llguidance_plugin import LLGuidance
+
+    with pytest.raises(ValueError, match=words) as error:
+        LLGuidance(None, BYTES).compile(GrammarSource(kind, text))
+    assert not re.search(r"at \d|line \d|\^|coerce", str(error.value))
