@@ -50,12 +50,15 @@ def test_a_gate_with_the_products_of_adapters_has_the_bits_of_separate_kernels(s
 class Layers:
     """Two MLPs and a projection, with random adapters of every layer in three places.
 
-    With ``behind`` their weights have the first matrices of the adapters behind them."""
+    With ``behind`` their weights have the first matrices of the adapters behind them.  With ``one_part`` a gate and the
+    values that it multiplies are one part of a layer."""
 
-    def __init__(self, monkeypatch, behind=False):
+    def __init__(self, monkeypatch, behind=False, one_part=False):
         monkeypatch.setattr(lora_memory, "runs_kernels", lambda device: True)
         torch.manual_seed(3)
         shapes = {"up": (64, (("gate", 96), ("up", 96))), "down": (96, (("", 64),)), "out": (64, (("", 64),))}
+        if one_part:
+            shapes["up"] = 64, (("", 192),)
         shapes["qkv"] = 64, (("q", 64), ("k", 64), ("v", 64))
         infos = {name: ModuleInfo(name, "linear", n, parts, "float32", "cpu") for name, (n, parts) in shapes.items()}
         self.linears = {}
@@ -146,4 +149,11 @@ def test_rows_behind_the_weights_give_the_results_of_separate_layers(monkeypatch
     assert calls == ((0, 0, 0, 3) if tokens == 50 else (1, 2, 1, 0) if joined else (3, 0, 1, 0))
     assert len(products) == (2 if norms == "joined with products" and tokens < 50 else 0)
     for mine, other in zip(found, Layers(monkeypatch).run(tokens, False), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 50])
+def test_a_gate_in_one_part_gets_the_product_of_one_matrix(monkeypatch, short, tokens):
+    found = Layers(monkeypatch, behind=True, one_part=True).run(tokens, True)
+    for mine, other in zip(found, Layers(monkeypatch, one_part=True).run(tokens, False), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)

@@ -170,6 +170,10 @@ class LinearAdapter:
             sums = Sums(squares, x.shape[1], eps)
         if activation is None:
             return expand_behind(self.kernel, y, self.memory.groups, sums)
+        if not self.kernel.gates:  # gate | up are one part, with one A for both
+            from minivllm.device.kernels.activation import gate_mul
+
+            return gate_mul(expand_behind(self.kernel, y, self.memory.groups, sums), activation=activation)
         return gate_behind(self.kernel, y, activation, self.memory.groups, sums)
 
     def added(
