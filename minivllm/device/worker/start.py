@@ -75,8 +75,8 @@ class Rehearsals:
     def begin(self, *runs: Callable[[], Any]) -> list[Future[None]]:
         """Start to compile the kernels that the functions ``runs`` launch, and return the compilations.
 
-        If an earlier start has compiled them, no function is called.  If the rehearsal of a function fails, its kernels
-        and those of all later functions are compiled at their first launch."""
+        If an earlier start has compiled them, no function is called.  If the rehearsal of a function fails, further
+        kernels are compiled at their first launch."""
         if self.ahead is None:
             return []
         with self.times.of("compile"):
@@ -95,14 +95,21 @@ class Rehearsals:
         try:
             return self.ahead.rehearse(run)
         except Exception as e:
-            log.info("kernels are compiled one after another: %s", describe_error(as_exception(e)))
-            self.close()
+            log.info("further kernels are compiled one after another: %s", describe_error(as_exception(e)))
+            self._end((), lambda: None)
             return ()
 
     def done(self, jobs: Sequence[Future[None]] = ()) -> None:
         """End the rehearsals.  When the compilations ``jobs`` have ended too, note that all kernels are compiled."""
-        if self.ahead is not None and self.marks is not None:
-            self.ahead.finish(jobs, self.marks.set)
+        if self.marks is not None:
+            self._end(jobs, self.marks.set)
+
+    def _end(self, jobs: Sequence[Future[None]], finished: Callable[[], None]) -> None:
+        """Accept no more functions, and call ``finished`` when the compilations ``jobs`` have ended.
+
+        All queued compilations continue."""
+        if self.ahead is not None:
+            self.ahead.finish(jobs, finished)
             self._finishing = self.ahead
             self.ahead = None
 

@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
 
@@ -17,8 +18,10 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from minivllm.core.timing import StartTimes
 from minivllm.device.kernels import ahead as ahead_module
 from minivllm.device.kernels.ahead import CompileAhead, CompiledMarks
+from minivllm.device.worker.start import Rehearsals
 
 
 @triton.jit
@@ -158,6 +161,21 @@ def check_one_compilation(cpu) -> None:
     assert not ahead_module._PENDING
 
 
+def check_failed_rehearsal(cpu) -> None:
+    """Check that kernels which were queued before a rehearsal failed are still compiled by threads."""
+    x, go = torch.ones(64), threading.Event()
+    rehearsals = Rehearsals(SimpleNamespace(steps=SimpleNamespace(compile_ahead=False)), StartTimes(), cpu, True)
+    rehearsals.ahead = ahead = CompileAhead(cpu, 1)
+    ahead.pool.submit(go.wait)
+    launch, later = (partial(negate[(1,)], x, x, size) for size in (2, 32))
+    jobs = rehearsals.begin(launch, lambda: (weights := torch.ones(2)) @ weights.new_empty(3), later)
+    assert len(jobs) == 1 and not rehearsals.active and not jobs[0].done()
+    go.set()
+    ahead.pool.shutdown()
+    assert jobs[0].done() and jobs[0].exception() is None
+    rehearsals.close()
+
+
 def check_ends(cpu) -> None:
     """Check that the end of all last compilations is noted once, and not if one is cancelled."""
     for cancelled in (False, True):
@@ -251,6 +269,7 @@ def main() -> None:
     ahead.close()
 
     check_ends(cpu)
+    check_failed_rehearsal(cpu)
     marks, others = CompiledMarks(cpu, ["a"]), CompiledMarks(cpu, ["b"])
     assert not marks.exist()
     marks.set()
