@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         AdapterTarget,
         ExtendedWeight,
         LowRank,
+        NeededRows,
         TensorCopy,
         adapter_refusal,
     )
@@ -187,7 +188,7 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.core.interfaces.taps": "Tap",
     # adapter
     "minivllm.core.interfaces.adapter": "AdaptedLayer AdaptedModel AdapterContext AdapterMemory AdapterMethod "
-    "AdapterSource AdapterTarget ExtendedWeight LowRank TensorCopy adapter_refusal",
+    "AdapterSource AdapterTarget ExtendedWeight LowRank NeededRows TensorCopy adapter_refusal",
     # attention
     "minivllm.core.interfaces.attention": "NULL_BLOCK AttentionBackend AttentionContext AttnLayer "
     "AttnMeta AttnSpec GraphKey QKPre",
@@ -346,6 +347,7 @@ __all__ = [
     "ModuleInfo",
     "Moves",
     "MultipleOf",
+    "NeededRows",
     "Needs",
     "Norm",
     "OptionError",

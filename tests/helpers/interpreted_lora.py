@@ -7,10 +7,10 @@ import lora_kernels
 import pytest
 import torch
 
-from minivllm.core.interfaces.adapter import AdaptedLayer, AdaptedModel
+from minivllm.core.interfaces.adapter import AdaptedLayer, AdaptedModel, NeededRows
 from minivllm.core.interfaces.decoder import Norm
 from minivllm.core.interfaces.quantizer import ModuleInfo
-from minivllm.device.kernels import activation
+from minivllm.device.kernels import activation, products
 from minivllm.device.layers.adapters import ActiveMethods, LayerAdapters
 from minivllm.device.layers.extended_weight import ExtendedProduct
 from minivllm.device.layers.fused import GatedLinear, LinearNorm, NormedLinear
@@ -136,7 +136,7 @@ def test_rows_behind_the_weights_give_the_results_of_separate_layers(monkeypatch
     added = counted(monkeypatch, triton_extended, "add_behind")
     gates = counted(monkeypatch, triton_extended, "gate_behind")
     shrinks = counted(monkeypatch, LoraProduct, "shrink")
-    products = counted(monkeypatch, ExtendedProduct, "divided")
+    divided = counted(monkeypatch, ExtendedProduct, "divided")
     layers = Layers(monkeypatch, behind=True)
     for linear in layers.linears.values():
         linear.scheme.extended.finish()
@@ -147,7 +147,7 @@ def test_rows_behind_the_weights_give_the_results_of_separate_layers(monkeypatch
     calls = tuple(map(len, (expanded, added, gates, shrinks)))
     # steps of many tokens have launches of their own for the products of A
     assert calls == ((0, 0, 0, 3) if tokens == 50 else (1, 2, 1, 0) if joined else (3, 0, 1, 0))
-    assert len(products) == (2 if norms == "joined with products" and tokens < 50 else 0)
+    assert len(divided) == (2 if norms == "joined with products" and tokens < 50 else 0)
     for mine, other in zip(found, Layers(monkeypatch).run(tokens, False), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
@@ -157,3 +157,29 @@ def test_a_gate_in_one_part_gets_the_product_of_one_matrix(monkeypatch, short, t
     found = Layers(monkeypatch, behind=True, one_part=True).run(tokens, True)
     for mine, other in zip(found, Layers(monkeypatch, one_part=True).run(tokens, False), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_rows_behind_a_weight_are_multiplied_up_to_the_last_place_of_the_step(monkeypatch, tokens):
+    monkeypatch.setattr(products, "vector_tile", lambda *_: {"BN": 16, "BK": 1024, "STAGES": 1, "num_warps": 4})
+    info = ModuleInfo("up", "linear", 1100, (("gate", 64), ("up", 64)), "float32", "cpu")
+    extended = ExtendedProduct(info, 3 * 2 * 16)
+    extended.whole.normal_()
+    extended.finish()
+    extended.row.rows = 45
+    x = torch.randn(tokens, 1100)
+    want = x @ extended.whole.t()
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(torch.nan))
+    for places, used in (([-1, -1], 0), ([-1, 0], 1), ([1, 0], 2), ([0, 2], 3)):
+        ranks = torch.full((3, 1), 16, dtype=torch.int32)
+        found = torch.full((1,), -1, dtype=torch.int32)
+        launch = triton_lora._group[(3,)]
+        of_tokens = torch.tensor(places, dtype=torch.int32)
+        ints = [torch.zeros(64, dtype=torch.int32) for _ in range(4)]
+        launch(of_tokens, ranks, *ints, found, 2, 3, 1, P=4, BT=16, SCAN=16, BL=128)
+        assert found.item() == used
+        y = extended(x, NeededRows(found, 32))
+        needed = 128 + 32 * used
+        torch.testing.assert_close(y[:, :needed], want[:, :needed], atol=1e-3, rtol=1e-3)
+        assert y[:, -(-needed // 64) * 64 :].isnan().all(), "programs of rows that are not needed compute nothing"

@@ -27,7 +27,7 @@ AdaptedLayer AdaptedModel AdapterContext AdapterMemory AdapterMethod AdapterSour
 ANY Ask AtLeast AtMost Attention AttentionBackend AttentionContext AttnLayer AttnMeta AttnSpec BlockInfo BlocksView
 Branch BranchEnd CacheWiring Capacity Channel ChannelClosed CodecError Column Compiled ConfigError Conversion
 DecoderSpec DecodingStrategy Delta DeltaNames DraftModel DraftWiring Drafter DrafterContext Draw EngineView Evictor
-EvictorContext Executor ExpertNames Experts ExtendedWeight FinishedStep GatedDelta
+EvictorContext Executor ExpertNames Experts ExtendedWeight FinishedStep GatedDelta NeededRows
 Grammar GrammarContext GrammarSource GraphKey Grown Guide
 Compressor CompressorContext StoredTokens EncoderContext ImageEncoder ImageFacts ImageValues
 Head HeadFiles KVStore StoreContext

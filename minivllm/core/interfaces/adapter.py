@@ -40,6 +40,15 @@ class AdapterContext:
     max_rank: int  # the option max_lora_rank
 
 
+class NeededRows(NamedTuple):
+    """The rows behind a weight that a step needs: the first ``used`` i32 [1] * ``each``.
+
+    The products of the others may have any value."""
+
+    used: Tensor
+    each: int
+
+
 class ExtendedWeight(Protocol):
     """The unquantized weight of a linear layer with further rows behind it in memory, multiplied by one kernel."""
 
@@ -47,13 +56,17 @@ class ExtendedWeight(Protocol):
     # called after the rows have lost their values, because the memory of the weights was freed meanwhile
     renew: Callable[[], object] | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return [T, out + n], the products of x [T, in] with the weight, and behind them those with ``rows``."""
+    def __call__(self, x: Tensor, needed: NeededRows | None = None) -> Tensor:
+        """Return [T, out + n], the products of x [T, in] with the weight, and behind them those with ``rows``.
+
+        ``needed`` None means that all rows are."""
 
     def fits(self, x: Tensor) -> bool:
         """Return whether ``divided`` can compute the products of x [T, in]."""
 
-    def divided(self, x: Tensor, squares: Tensor, eps: float) -> Tensor:
+    def divided(
+        self, x: Tensor, squares: Tensor, eps: float, needed: NeededRows | None = None
+    ) -> Tensor:
         """Return the products of x [T, in] as a call does, divided by the root mean square of each row of x.
 
         ``squares`` f32 [T, parts] are sums of squares of parts of the rows, and ``eps`` is that of the norm."""

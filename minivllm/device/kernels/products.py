@@ -16,6 +16,8 @@ reference is ``device.layers.fused``, which states each of the three operations 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -36,6 +38,16 @@ STAGE_BYTES = 208 * 1024  # bytes of shared memory for tiles that are being load
 LARGE_TILES = ((32, 64), (64, 128), (128, 64))  # BM and BN of more than 128 rows
 PLAIN, GATED, ADDED = 0, 1, 2
 MANY_ROWS = {PLAIN: 256, GATED: 128, ADDED: 256}  # mode -> largest number of rows for small weights
+
+
+class Limit(NamedTuple):
+    """The outputs of a product that are needed: the first ``fixed``, and ``each`` for each of ``used`` i32 [1].
+
+    Programs of other outputs compute nothing."""
+
+    used: Tensor
+    fixed: int
+    each: int
 
 
 @triton.jit
@@ -72,11 +84,12 @@ def _finish(
     tl.store(y + at, acc.to(y.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@kernel("used")
 def _matvec(
-    x, weight, y, bias, residual, norm, in_squares, out_squares, eps, N: tl.constexpr, K: tl.constexpr,
+    x, weight, y, bias, residual, norm, in_squares, out_squares, used, eps, N: tl.constexpr, K: tl.constexpr,
     DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
-    ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply one row x by the weight, and apply the epilogue.
 
@@ -99,6 +112,10 @@ def _matvec(
         up = u * v
     else:
         wait(PDL)
+        if EACH > 0:
+            needed = FIXED + tl.load(used) * EACH
+            if tl.program_id(0) * BN >= needed:
+                return
         for k in tl.range(0, K, BK, num_stages=STAGES):
             on_w = (on < N)[:, None] & (k + ok < K)[None, :]
             w = tl.load(w_at + k, mask=on_w, other=0.0, eviction_policy="evict_first")
@@ -111,12 +128,13 @@ def _matvec(
             norm, in_squares, out_squares, eps, 1, N, DIM, PARTS, PARTS_P, MODE, BIAS, ACT)  # fmt: skip
 
 
-@kernel("M")
+@kernel("M", "used")
 def _gemm(
-    x, weight, y, bias, residual, norm, in_squares, out_squares, scratch, arrived, eps, M,
+    x, weight, y, bias, residual, norm, in_squares, out_squares, used, scratch, arrived, eps, M,
     N: tl.constexpr, K: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
-    MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+    MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows by the weight.
 
@@ -124,6 +142,10 @@ def _gemm(
     """
     row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait(PDL)
+    if EACH > 0:
+        needed = FIXED + tl.load(used) * EACH
+        if tile * BN >= needed:
+            return
     each: tl.constexpr = (K + BK * SK - 1) // (BK * SK) * BK
     acc = tl.zeros([BN, BM], tl.float32)
     up = tl.zeros([BN, BM], tl.float32)
@@ -259,12 +281,13 @@ class Product:
         eps: float = 0.0,
         residual: Tensor | None = None,
         norm: Tensor | None = None,
+        limit: Limit | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute y [M, N] of x [M, K], and in mode ADDED the sums of squares [M, tiles] of the new ``residual`` [M,
         N].
 
         The residual is changed in place.  ``squares`` [M, P] are the sums of squares of x, and ``eps`` is that of its
-        norm.
+        norm.  Outputs outside ``limit`` may have any value.
         """
         m = x.shape[0]
         n = self.n
@@ -277,7 +300,8 @@ class Product:
         sums = None
         if self.mode == ADDED:
             sums = torch.empty((m, tiles), dtype=torch.float32, device=x.device)
-        given = (y, self.bias, residual, norm, squares, sums)
+        used = None if limit is None else limit.used
+        given = (y, self.bias, residual, norm, squares, sums, used)
         tensors = [y if one is None else one for one in given]  # the kernels do not read absent tensors
         parts = 0 if squares is None else squares.shape[1]
         constants = pdl(x) | tile
@@ -289,6 +313,8 @@ class Product:
         constants["MODE"] = self.mode
         constants["BIAS"] = self.bias is not None
         constants["ACT"] = NUMBER[self.activation]
+        constants["FIXED"] = 0 if limit is None else limit.fixed
+        constants["EACH"] = 0 if limit is None else limit.each
         if m == 1:
             _matvec[(tiles,)](x, self.weight, *tensors, eps, **constants)
             return y, sums

@@ -9,13 +9,17 @@ Adapters (LoRA) write their first matrices to the rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.adapter import NeededRows
+    from minivllm.device.kernels.products import Limit
 
 
 class ExtendedProduct:
@@ -45,16 +49,24 @@ class ExtendedProduct:
     def fits(self, x: Tensor) -> bool:
         return self.row is not None and self.row.fits(x)
 
-    def divided(self, x: Tensor, squares: Tensor, eps: float) -> Tensor:
-        y: Tensor = self.row(x, squares, eps)[0]
+    def divided(self, x: Tensor, squares: Tensor, eps: float, needed: NeededRows | None = None) -> Tensor:
+        y: Tensor = self.row(x, squares, eps, limit=self._limit(needed))[0]
         return y
+
+    def _limit(self, needed: NeededRows | None) -> Limit | None:
+        """Return the outputs that are needed, None for all."""
+        if needed is None:
+            return None
+        from minivllm.device.kernels.products import Limit
+
+        return Limit(needed.used, len(self.weight), needed.each)
 
     def extends(self, product: Callable[[Tensor], Tensor]) -> bool:
         scheme = getattr(product, "__self__", None)
         return getattr(scheme, "extended", None) is self
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, needed: NeededRows | None = None) -> Tensor:
         if self.fits(x):
-            y: Tensor = self.row(x)[0]
+            y: Tensor = self.row(x, limit=self._limit(needed))[0]
             return y
         return F.linear(x, self.whole)

@@ -27,6 +27,7 @@ from minivllm.core.interfaces.adapter import (
     ExtendedWeight,
     LayerChange,
     LowRank,
+    NeededRows,
     TensorCopy,
     adapter_refusal,
 )
@@ -90,7 +91,8 @@ class LinearAdapter:
         if extended is not None:
             from .triton_extended import expand_behind
 
-            return expand_behind(self.kernel, extended(x), self.memory.groups)
+            y = extended(x, self._needed())
+            return expand_behind(self.kernel, y, self.memory.groups)
         inner, y = self._products(product, x)
         return self.kernel.expand(inner, y, self.memory.groups)
 
@@ -101,6 +103,11 @@ class LinearAdapter:
         if extended is not None and self.memory.groups.few and extended.extends(product):
             return extended
         return None
+
+    def _needed(self) -> NeededRows:
+        """Return the rows of A behind the weight up to those of the last place that a token of the step uses."""
+        each = self.kernel.parts * self.kernel.rank
+        return NeededRows(self.memory.groups.used, each)
 
     def _products(self, product: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Any, Tensor]:
         """Return the products of A for x [T, in] as ``LoraProduct.shrink``, and product(x) [T, out]."""
@@ -136,7 +143,8 @@ class LinearAdapter:
         if extended is not None:
             from .triton_extended import gate_behind
 
-            return gate_behind(kernel, extended(x), activation, groups)
+            y = extended(x, self._needed())
+            return gate_behind(kernel, y, activation, groups)
         if groups.few:
             return None
         from .triton_merged import gated
@@ -164,17 +172,19 @@ class LinearAdapter:
 
         sums = None
         if extended.fits(x):
-            y = extended.divided(x, squares, eps)
+            y = extended.divided(x, squares, eps, self._needed())
         else:
             y = extended(x)
             sums = Sums(squares, x.shape[1], eps)
+        groups = self.memory.groups
         if activation is None:
-            return expand_behind(self.kernel, y, self.memory.groups, sums)
+            return expand_behind(self.kernel, y, groups, sums)
         if not self.kernel.gates:  # gate | up are one part, with one A for both
             from minivllm.device.kernels.activation import gate_mul
 
-            return gate_mul(expand_behind(self.kernel, y, self.memory.groups, sums), activation=activation)
-        return gate_behind(self.kernel, y, activation, self.memory.groups, sums)
+            y = expand_behind(self.kernel, y, groups, sums)
+            return gate_mul(y, activation=activation)
+        return gate_behind(self.kernel, y, activation, groups, sums)
 
     def added(
         self, product: Callable[[Tensor], Tensor], x: Tensor, residual: Tensor, weight: Tensor
@@ -185,7 +195,8 @@ class LinearAdapter:
             return None
         from .triton_extended import add_behind
 
-        return add_behind(self.kernel, extended(x), residual, weight, self.memory.groups)
+        y = extended(x, self._needed())
+        return add_behind(self.kernel, y, residual, weight, self.memory.groups)
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         """Add the products of the adapters for x [T, in] to y [T, out] in place without kernels, and return y."""

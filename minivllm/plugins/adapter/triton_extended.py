@@ -169,7 +169,10 @@ def _launch(
     options = {"OUT": outputs, "BT": tile, "BN": of.block, "UNIT": of.unit}
     options |= {"ADD": residual is not None, "num_warps": 4}
     options |= UNDIVIDED if sums is None else sums.constants()
-    added += [y, 0.0] if sums is None else [sums.squares, sums.eps]
+    if sums is None:
+        added += [y, 0.0]
+    else:
+        added += [sums.squares, sums.eps]
     strides = x.stride(0), y.stride(0), of.b.stride(0), groups.ranks.stride(0)
     launch = _expand[(len(blocks), tiles)]
     launch(x, of.b, *of.of_tiles(groups), blocks, y, *added, *strides, **of.shape, **options, **pdl(y))

@@ -37,12 +37,14 @@ class TokenGroups(NamedTuple):
 
     ``rows`` i32 [tiles, tile] are the tokens of each tile, of which the first ``sizes`` i32 [tiles] are set.
     ``adapters`` i32 [tiles] are the places (slots) of the adapters, and ``ranks`` i32 [tiles, layers] their ranks in
-    each layer.  Tiles without tokens have the size 0 and ranks of 0."""
+    each layer.  Tiles without tokens have the size 0 and ranks of 0.  ``used`` i32 [1] is the last of the adapters'
+    places, plus 1."""
 
     rows: Tensor
     sizes: Tensor
     adapters: Tensor
     ranks: Tensor
+    used: Tensor
     tokens: int
 
     @property
@@ -60,9 +62,9 @@ def _places(of_token, t, T, places):
     return tl.where(t < T, tl.where(place < 0, places, place), -1)
 
 
-@kernel("T", "places", "layers", "sizes", "adapters", "ranks")
+@kernel("T", "places", "layers", "sizes", "adapters", "ranks", "used")
 def _group(
-    of_token, of_place, rows, sizes, adapters, ranks, T, places, layers,
+    of_token, of_place, rows, sizes, adapters, ranks, used, T, places, layers,
     P: tl.constexpr, BT: tl.constexpr, SCAN: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -81,6 +83,10 @@ def _group(
     size = tl.where(adapter <= places, tl.minimum(size, BT), 0)
     tl.store(sizes + tile, size)
     tl.store(adapters + tile, tl.where(adapter < places, adapter, 0))
+    if tile == 0:
+        of_step = (counts > 0) & (p < places)
+        ends_at = tl.where(of_step, p + 1, 0)
+        tl.store(used, tl.max(ends_at, 0))
     for l0 in range(0, layers, BL):
         layer = l0 + tl.arange(0, BL)
         rank = tl.load(of_place + adapter * layers + layer, mask=(layer < layers) & (adapter < places), other=0)
@@ -106,18 +112,18 @@ def group(tokens: Tensor, ranks: Tensor, invariant: bool) -> TokenGroups:
     tile = next(tile for most, tile in TILES if count <= most or invariant)
     unfilled = min(places + 1, count)  # most tiles with fewer than ``tile`` tokens: one for each adapter and for none
     tiles = min(count, count // tile + unfilled)
-    parts = [tiles * tile, tiles, tiles, tiles * layers]
+    parts = [tiles * tile, tiles, tiles, tiles * layers, 1]
     ints = torch.empty(sum(parts), dtype=torch.int32, device=tokens.device)
-    rows, sizes, adapters, of_tiles = ints.split(parts)
+    rows, sizes, adapters, of_tiles, used = ints.split(parts)
     width = power(places + 1)
     most = 64 if count <= SPLIT_TO else 1024
     scan = max(16, min(most, SCANNED // width))
     shape = {"P": width, "BT": tile, "SCAN": scan, "BL": 128, "num_warps": 4}
     launch = _group[(tiles,)]
-    launch(tokens, ranks, rows, sizes, adapters, of_tiles, count, places, layers, **shape)
+    launch(tokens, ranks, rows, sizes, adapters, of_tiles, used, count, places, layers, **shape)
     rows = rows.view(tiles, tile)
     of_tiles = of_tiles.view(tiles, layers)
-    return TokenGroups(rows, sizes, adapters, of_tiles, count)
+    return TokenGroups(rows, sizes, adapters, of_tiles, used, count)
 
 
 @triton.jit
