@@ -6,23 +6,32 @@ changes nothing: the main thread then does the same work at its first use and re
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib.util
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 DRIVER = "libcuda.so.1"
 HASHING = threading.Lock()  # held by the thread that computes the key of Triton's cache
+EXIT_SECONDS = 10.0  # longest time that the end of the process waits for threads
 TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch.so")  # names of files, in the order in which torch loads them
 
 
+_threads: list[threading.Thread] = []  # threads that ``begin`` has started
+
+
 def begin(work: Callable[..., Any], *args: Any) -> threading.Thread:
-    """Start a thread that calls ``work(*args)``, ignores its exceptions, and does not delay the end of the process."""
+    """Start a thread that calls ``work(*args)`` and ignores its exceptions.
+
+    The end of the process waits for the thread, at most EXIT_SECONDS.  Otherwise the process would crash, because it
+    would destroy the data of a library that the thread is loading."""
 
     def run() -> None:
         with contextlib.suppress(Exception):
@@ -30,7 +39,16 @@ def begin(work: Callable[..., Any], *args: Any) -> threading.Thread:
 
     thread = threading.Thread(target=run, name="minivllm-start", daemon=True)
     thread.start()
+    _threads.append(thread)
     return thread
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    end = time.monotonic() + EXIT_SECONDS
+    with contextlib.suppress(KeyboardInterrupt):
+        for thread in _threads:
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def open_torch() -> threading.Thread | None:

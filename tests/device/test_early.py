@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -84,3 +85,35 @@ print(before.currsize, triton_key.cache_info().hits - before.hits)
 
 def test_a_cpu_prepares_no_kernels():
     assert early.prepare_kernels("cpu") == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libraries are loaded ahead on Linux only")
+def test_a_process_that_ends_while_a_library_loads_ends_with_its_own_exit_code():
+    """Without a wait nearly every such end was a crash (SIGABRT or SIGSEGV), for example after a wrong option."""
+    code = """
+import sys, time
+from minivllm.device import early
+early.open_torch()
+time.sleep(float(sys.argv[1]))
+sys.exit(3)
+"""
+    for seconds in ("0", "0.05", "0.1", "0.15", "0.2"):
+        done = subprocess.run([sys.executable, "-c", code, seconds], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (3, ""), seconds
+
+
+def test_the_end_of_a_process_waits_for_the_work_of_its_start_but_not_for_ever(tmp_path):
+    code = """
+import sys, threading, time
+from minivllm.device import early
+def work(seconds, path):
+    time.sleep(seconds)
+    open(path, "w").close()
+early.EXIT_SECONDS = 1.0
+early.begin(work, 0.3, sys.argv[1])
+early.begin(work, 60, sys.argv[2])
+"""
+    done, late = tmp_path / "done", tmp_path / "late"
+    begun = time.monotonic()
+    subprocess.run([sys.executable, "-c", code, done, late], check=True, timeout=30)
+    assert done.exists() and not late.exists() and time.monotonic() - begun < 20
