@@ -133,6 +133,7 @@ def test_batch_invariant_attention_has_no_fused_multiply_adds(monkeypatch, invar
     monkeypatch.setattr(triton_fixed, "_join", Launch("join"))
     backend = triton_backend.Triton.__new__(triton_backend.Triton)
     backend.ctx = SimpleNamespace(batch_invariant=invariant)
+    backend.short = set()
     layer = AttnLayer(0, 0, AttnSpec(4, 2, 64, 64))
     layer.cache = {name: torch.zeros(8, 64, 2, 64) for name in "kv"}
     meta = make_meta([(0, 40, 600)], np.ones((1, 1, 10)), 64, "cpu")
