@@ -1,9 +1,11 @@
 """The seam encoder: built-in families under the kit, a class of a user, and an encoder of a package."""
 
+import gc
 import json
 import shutil
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -140,6 +142,24 @@ def test_both_calls_of_a_capture_have_the_same_attention_whatever_sizes_come_bet
             tower.tables((1, merge, columns * merge))
         assert grid not in tower._tables
     assert calls == [False, True, True, True]
+
+
+def test_a_divided_image_keeps_its_residual_stream_and_the_output_of_one_layer_between_parts():
+    folder = image_checkpoint("qwen3_vl")
+    made = Qwen3VL(None, EncoderContext(str(folder), open_checkpoint(folder).raw))
+    made.load("cpu", "float32")
+    grid = (1, 4, 6)
+    patches = torch.randn(2 * int(np.prod(grid)), 3 * 2 * 16**2)
+    given = weakref.ref(patches)
+    wide = len(patches), made.tower.embed[0].shape[0]
+    with torch.inference_mode():
+        running = made.tower.parts(patches, grid)
+        del patches
+        for _ in made.model.visual.blocks:
+            next(running)
+            kept = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == wide]
+            assert given() is None and len(kept) == 2
+            del kept
 
 
 def test_cached_position_tables_have_a_bounded_sum_of_patches_and_the_newest_grid_stays(monkeypatch):

@@ -116,10 +116,11 @@ class PatchTower:
         preferred = not fixed and self.frequent(grid)
         tables = self.tables(grid)
         visual = self.visual
-        x = F.linear(patches, *self.embed)
         frame = grid[1] * grid[2]
-        by_image = x.view(-1, len(tables.learned), x.shape[1])
-        x = (by_image + tables.learned).view_as(x)
+        embedded = F.linear(patches, *self.embed)
+        x = embedded.view(-1, len(tables.learned), embedded.shape[1]) + tables.learned
+        x = x.view_as(embedded)
+        del patches, embedded  # a divided image keeps the tensors that have a name, beside those of other steps
         found = {}
         added = None  # output of the previous layer, which is not in the residual stream x yet
         for number, block in enumerate(visual.blocks):
@@ -128,6 +129,7 @@ class PatchTower:
                 attended = self._attend(block.attn, normed, tables, frame)
             normed, x = self._normed(block.norm2, x, attended)
             added = self._mlp(block.mlp, normed)
+            del attended, normed
             if number in self.levels:
                 level = self.levels.index(number)
                 merger = visual.deepstack_merger_list[level]
