@@ -53,6 +53,26 @@ def check(name: str, device: str) -> None:
         assert torch.equal(row_bytes(got, slice(None)), row_bytes(expected, slice(None)))
 
 
+def check_fetched(device: str) -> None:
+    """Copy pages of several sizes, some of them longer than what all programs have in flight."""
+    from minivllm.device.kernels.pages import FETCHED, FETCHERS, copy_pages
+
+    for size in (8, 8 * FETCHED, 8 * FETCHED + 8, 8 * FETCHED * (FETCHERS + 1) + 24):
+        given = [torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(3)]
+        if device == "cuda":
+            given = [page.pin_memory() for page in given]
+        whole = torch.zeros(5, size, dtype=torch.uint8, device=device)
+        copy_pages(given, [whole[3], whole[0], whole[2]])
+        assert torch.equal(whole[[3, 0, 2]].cpu(), torch.stack(given))
+        assert not whole[[1, 4]].any(), "bytes beside the pages changed"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no GPU")
+def test_fetched_pages_have_the_bytes_of_their_sources_on_a_gpu():
+    check_fetched("cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="no GPU")
 @pytest.mark.parametrize("name", SHAPES)
@@ -83,10 +103,10 @@ def test_staged_pages_are_the_pages_of_the_store(size, pinned):
         memory.groups[0][0].zero_()
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_pages_have_the_bytes_of_their_blocks(name):
+@pytest.mark.parametrize("call", [*(f"check({name!r}, 'cpu')" for name in SHAPES), "check_fetched('cpu')"])
+def test_pages_have_the_bytes_of_their_blocks(call):
     """In a process of its own, because the interpreter is chosen when kernels are imported."""
-    script = f"import test_page_kernels as t; t.check({name!r}, 'cpu')"
+    script = f"import test_page_kernels as t; t.{call}"
     folder = os.path.dirname(__file__)
     path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}

@@ -5,6 +5,9 @@
     page      [ row 0  ·  row 1  ·  row 2 ... ]        at any address, also in pinned host memory
 
 One launch moves any number of blocks of all tensors, so its time on the host does not grow with the layers.
+
+Pages are fetched from pinned host memory by a few programs, whose loads in flight suffice for the speed of the bus.
+More programs would only take places on the multiprocessors from the kernels of a step that runs at the same time.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from .launch import kernel
 
 CHUNK = 1024  # number of elements of a block that each program copies
 PINNED_FROM = 4096  # arrays of at least this many bytes are pinned, because the host would wait for their copies
+FETCHERS = 16  # number of programs that fetch pages from host memory
+FETCHED = 2048  # number of 8-byte elements that each of them has in flight
 ELEMENTS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
 
 
@@ -47,16 +52,21 @@ def _move(
         tl.store(row, tl.load(there, mask=on), mask=on)
 
 
+def _addresses(first: Sequence[int], second: Sequence[int], device: torch.device) -> Tensor:
+    """Return two lists of numbers as a tensor i64 [2, n] on the device, without waiting for its copy."""
+    both = torch.tensor([first, second], dtype=torch.int64)
+    if device.type == "cuda" and both.nbytes >= PINNED_FROM:
+        both = both.pin_memory()
+    return both.to(device, non_blocking=True)
+
+
 def _launch(table: Tensor, blocks: Sequence[int], addresses: Sequence[int], chunks: int, unit: int, pack: bool) -> None:
     """Copy blocks between the tensors in ``table`` i64 [3, count] and pages at ``addresses``, on the current stream.
 
     With ``pack`` the blocks are copied to the pages, otherwise the pages to the blocks.  ``chunks`` is the number of
     programs for each block of the largest tensor, and ``unit`` the bytes of an element.
     """
-    where = torch.tensor([blocks, addresses], dtype=torch.int64)
-    if table.device.type == "cuda" and where.nbytes >= PINNED_FROM:
-        where = where.pin_memory()
-    where = where.to(table.device, non_blocking=True)
+    where = _addresses(blocks, addresses, table.device)
     pages = len(blocks)
     count = table.shape[1]
     element = ELEMENTS[unit]
@@ -101,16 +111,26 @@ class PageTable:
         _launch(self._table, blocks, addresses, self._chunks, self.unit, pack)
 
 
+@kernel("where", "pages", "elements", "chunks")
+def _fetch(where, pages, elements, chunks, CHUNK: tl.constexpr):
+    """Copy pages of ``elements`` 8-byte elements from the addresses ``where`` i64 [0, pages] to those in [1, pages].
+
+    Each program copies every n-th of the ``chunks`` of all pages, with n programs."""
+    for piece in range(tl.program_id(0), pages * chunks, tl.num_programs(0)):
+        page = piece // chunks
+        at = (piece % chunks).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+        on = at < elements
+        source = tl.load(where + page).to(tl.pointer_type(tl.int64))
+        target = tl.load(where + pages + page).to(tl.pointer_type(tl.int64))
+        tl.store(target + at, tl.load(source + at, mask=on), mask=on)
+
+
 def copy_pages(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy pinned host pages u8 [n] to pages on the device, by one kernel on the current stream.
 
-    The pages have the same size, a multiple of 8 bytes, and adjacent targets are the parts of one tensor.
+    The pages have the same size, a multiple of 8 bytes.
     """
-    size = targets[0].nbytes
-    first = targets[0].data_ptr()
-    blocks = [(target.data_ptr() - first) // size for target in targets]
-    addresses = [page.data_ptr() for page in sources]
-    facts = torch.tensor([[first], [size // 8], [0]], dtype=torch.int64)
-    table = facts.to(targets[0].device, non_blocking=True)
-    chunks = -(-size // (8 * CHUNK))
-    _launch(table, blocks, addresses, chunks, 8, pack=False)
+    elements = targets[0].nbytes // 8
+    chunks = -(-elements // FETCHED)
+    where = _addresses([page.data_ptr() for page in sources], [page.data_ptr() for page in targets], targets[0].device)
+    _fetch[FETCHERS,](where, len(sources), elements, chunks, FETCHED, num_warps=8)
