@@ -149,10 +149,10 @@ def staged(memory: Any, pages: list[np.ndarray]) -> float:
 class Decoding:
     """Rows that generate tokens, and a count of their tokens."""
 
-    def __init__(self, llm: LLM, rows: int, tokens: int, prompt: int) -> None:
-        self.llm, self.tokens, self.rng = llm, 0, random.Random(3)
+    def __init__(self, llm: LLM, rows: int, tokens: int, prompt: int, seed: int) -> None:
+        self.llm, self.tokens, self.rng = llm, 0, random.Random(2 * seed)
         self.rows: list[Tracked] = []
-        rng = random.Random(2)
+        rng = random.Random(2 * seed + 1)
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
         for _ in range(rows):
             ids = [rng.randrange(100, 2000) for _ in range(prompt)]
@@ -197,17 +197,23 @@ def decode(llm: LLM, made: list[list[int]], args: argparse.Namespace) -> None:
     """Print the tokens per second of decoding rows while prompts come from the tier, and while they hit the device."""
     first_token(llm, made)
     settle(llm)
-    rows = Decoding(llm, args.rows, args.tokens, 128)
-    rows.run(1.0, made, args.seconds / len(made), drop=False)
+    every = args.seconds / len(made)
     speeds: dict[bool, list[float]] = {True: [], False: []}
-    for turn in range(2 * args.turns):
-        drop = turn % 2 == 1
+    for turn in range(-1, 2 * args.turns):  # the first turn is not counted
+        # Each turn has new rows, because a step of longer rows takes longer, and a tier stores equal blocks once.
+        rows = Decoding(llm, args.rows, args.tokens, 128, turn + 2)
+        rows.run(0.5, [], every, drop=False)
+        drop = turn < 0 or turn % 4 in (1, 2)
         before = llm.stats()["tiers"][0]["load_bytes"]
-        speeds[drop].append(rows.run(args.seconds, made, args.seconds / len(made), drop))
+        speed = rows.run(args.seconds, made, every, drop)
         moved = llm.stats()["tiers"][0]["load_bytes"] - before
-        name = "from the tier" if drop else "on the device"
-        print(f"decode, prompts {name}: {speeds[drop][-1]:.0f} tok/s, {moved / 1e9 / args.seconds:.2f} GB/s loaded")
-    rows.stop()
+        rows.stop()
+        settle(llm)
+        if turn >= 0:
+            speeds[drop].append(speed)
+            name = "from the tier" if drop else "on the device"
+            facts = f"{speed:.0f} tok/s, {moved / 1e9 / args.seconds:.2f} GB/s loaded"
+            print(f"decode, prompts {name}: {facts}", flush=True)
     ratios = [one / other for one, other in zip(speeds[True], speeds[False], strict=True)]
     print(f"decode during transfers: {median(ratios):.3f}", [round(ratio, 3) for ratio in ratios], flush=True)
 
