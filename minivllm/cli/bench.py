@@ -123,18 +123,23 @@ def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> J
     Return ``{"prefill": {"steps", "ms": {seam: milliseconds per step}}, "decode": ..., "host_ms": ..., ...}``; a seam
     is a kind of plug-in.  ``trace`` is the file of the Chrome trace, "" for none.  EngineDeadError if a request fails.
     """
+    from minivllm.frontend.llm import uninterrupted
     from minivllm.lab.bench.limits import of_engine
 
     engine = llm.engine
     answer = answer_of(batch, length, steps, of_engine(llm))
 
+    def step() -> None:
+        with uninterrupted():  # an interrupted step would end the engine
+            engine.step()
+
     def prefill() -> None:
         while any(request.first_token is None for request in engine.requests.values()):
-            engine.step()
+            step()
 
     def decode() -> None:
         for _ in range(steps):
-            engine.step()
+            step()
 
     phases: JsonObject = {}
     # the first round is a warm-up, because first calls compile, allocate and fill caches
@@ -142,7 +147,7 @@ def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> J
         names = _add_requests(llm, batch, length, answer, 1 + measured)
         phases["prefill"] = _phase(llm, measured, prefill)
         for _ in range(WARM):
-            engine.step()
+            step()
         phases["decode"] = _phase(llm, measured, decode, trace if measured else "")
         for name in names:
             engine.abort(name)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -439,6 +440,23 @@ def test_a_calibration_ends_at_most_one_step_after_each_phase_s_time(seconds):
     phases = len(SHARES) + 3  # warming up and "check" have two parts each, and wake has none
     assert clock[0] <= seconds + phases * 10.0 * (1 + llm.engine.capacity.depth)
     assert all(table.fit[phase]["steps"] for phase in SHARES)
+
+
+def test_an_interrupt_of_a_calibration_waits_for_the_end_of_the_step(monkeypatch):
+    """In the middle of a step it would end the engine, and a traceback would be logged."""
+    with LLM("pocket", executor="sim", device="cpu", max_num_seqs=2, max_model_len=128) as llm:
+        plan, steps = llm.engine.planner.next, []
+
+        def interrupted(now):
+            if len(steps) == 3:
+                signal.raise_signal(signal.SIGINT)
+            steps.append(plan(now))
+            return steps[-1]
+
+        monkeypatch.setattr(llm.engine.planner, "next", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(llm.engine, {}, 0.5)
+        assert len(steps) == 4 and not llm.engine.dead
 
 
 def test_too_little_time_to_calibrate_in_is_said(monkeypatch):

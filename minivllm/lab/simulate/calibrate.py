@@ -29,6 +29,7 @@ from minivllm.core.engine.request import WAITING, Request
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import StepPlan
 from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.frontend.llm import uninterrupted
 from minivllm.plugins.executor.costs import PAUSE, CostTable, StepCounter
 
 from .fit import MeasuredStep, errors, fit
@@ -128,12 +129,15 @@ class Calibrator:
         EngineDeadError if the engine has failed.
         """
         self._ended = 0
-        begun = self.timer()
-        if not self.engine.step():
+        with uninterrupted():  # an interrupted step would end the engine
+            begun = self.timer()
+            worked = self.engine.step()
+            took = self.timer() - begun
+        if not worked:
             if self.engine.dead:
                 raise EngineDeadError(self.engine.dead)
             return
-        self._carried += self.timer() - begun
+        self._carried += took
         arrived = len(self._plans) - len(self.engine.in_flight)
         back = [self._plans.popleft() for _ in range(arrived)]
         counts = [self._counter.count(plan, self._ended, plan is self._woken) for plan in back]
