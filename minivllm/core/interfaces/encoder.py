@@ -81,9 +81,9 @@ class ImageEncoder(ABC):
 
     Contract.  The constructor is cheap: it loads neither weights nor torch.  ``facts`` and ``prepare`` are called in
     processes without weights, ``prepare`` by several threads at once.  ``load`` is called once in each worker, before
-    ``encode``.  Results depend only on the arguments: the values of an image on its pixels alone, and features up to
-    rounding errors, or with ``EncoderContext.repeatable`` bit for bit.  No result is changed or used again by a later
-    call."""
+    ``encode``.  The start of a worker on a GPU prepares and encodes blank images, to measure their memory.  Results
+    depend only on the arguments: the values of an image on its pixels alone, and features up to rounding errors, or
+    with ``EncoderContext.repeatable`` bit for bit.  No result is changed or used again by a later call."""
 
     def __init__(self, options: Any, ctx: EncoderContext) -> None:
         self.options, self.ctx = options, ctx
