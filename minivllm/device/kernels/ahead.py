@@ -228,6 +228,8 @@ class CompileAhead:
         self.device = device
         count = threads or min(THREADS, len(os.sched_getaffinity(0)))
         self.pool = ThreadPoolExecutor(count, thread_name_prefix="minivllm-compile")
+        self._begins = threading.Event()  # cleared while no further compilation begins
+        self._begins.set()
         # key in ``_PENDING`` -> compilation of the variant
         self.jobs: dict[tuple[int, Any, int], Future[None]] = {}
         self._found: dict[tuple[int, Any, int], Future[None]] = {}
@@ -246,6 +248,18 @@ class CompileAhead:
             finally:
                 _THREAD.ahead = None
             return list(self._found.values())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Begin no compilation in threads during the body of the ``with`` statement.
+
+        Compilations hold Python's lock for a part of their time, and a rehearsal takes it again after each operation of
+        torch, so rehearsals beside many compilations take several times as long."""
+        self._begins.clear()
+        try:
+            yield
+        finally:
+            self._begins.set()
 
     def wait(self, jobs: Sequence[Future[None]]) -> None:
         """Wait for compilations.
@@ -313,6 +327,7 @@ class CompileAhead:
 
     def _compile(self, pending: Compilation) -> None:
         """Compile a kernel's variant for this object's device, in a thread."""
+        self._begins.wait()
         if self.device.type != "cuda":
             pending.run()
             return

@@ -420,9 +420,11 @@ class Graphs:
         if whole > SHORT:
             queue = later if self.later.gradual else now
             queue += [GraphKey("decode", n, n, whole) for n in long_decode(self.sizes)]
-        compiled = r.worker.rehearsals.begin(*(partial(self.rehearse, shape) for shape in now))
-        served = compile_served(self, sorted({SHORT, max(whole, SHORT)}), now)
-        r.worker.rehearsals.wait(compiled)
+        rehearsals = r.worker.rehearsals
+        with rehearsals.held():
+            compiled = rehearsals.begin(*(partial(self.rehearse, shape) for shape in now))
+            served = compile_served(self, sorted({SHORT, max(whole, SHORT)}), now)
+        rehearsals.wait(compiled)
         with r.worker.times.of("captures"):
             for shape in progress.counted(progress.CAPTURES, now):
                 self.capture_shape(shape)

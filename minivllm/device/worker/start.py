@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,12 @@ class Rehearsals:
             return []
         with self.times.of("compile"):
             return [job for run in runs for job in self._start(run)]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Begin no compilation in threads during the body of the ``with`` statement, which rehearses functions."""
+        with self.ahead.held() if self.ahead is not None else nullcontext():
+            yield
 
     def wait(self, jobs: Sequence[Future[None]]) -> None:
         """Wait for compilations that ``begin`` returned."""

@@ -161,6 +161,22 @@ def check_one_compilation(cpu) -> None:
     assert not ahead_module._PENDING
 
 
+def check_held(cpu) -> None:
+    """Check that no thread begins to compile while compilations are held, that a launch does, and that all begin
+    afterwards, also after an error."""
+    x = torch.ones(64)
+    ahead = CompileAhead(cpu, 2)
+    try:
+        with ahead.held():
+            jobs = ahead.rehearse(lambda: [negate[(1,)](x, x, size) for size in (512, 1024)])
+            launched = negate.warmup(x, x, 512, grid=(1,))
+            assert not any(job.done() for job in jobs) and launched is not None
+            raise ValueError("a rehearsal failed")
+    except ValueError:
+        ahead.wait(jobs)
+    assert [job.exception() for job in jobs] == [None, None] and negate.warmup(x, x, 512, grid=(1,)) is launched
+
+
 def check_failed_rehearsal(cpu) -> None:
     """Check that kernels which were queued before a rehearsal failed are still compiled by threads."""
     x, go = torch.ones(64), threading.Event()
@@ -270,6 +286,7 @@ def main() -> None:
 
     check_ends(cpu)
     check_failed_rehearsal(cpu)
+    check_held(cpu)
     marks, others = CompiledMarks(cpu, ["a"]), CompiledMarks(cpu, ["b"])
     assert not marks.exist()
     marks.set()
