@@ -342,7 +342,9 @@ def main() -> None:
     for rows in args.rows:
         measure(engines, rows, folders, args)
     if loads:
-        report_loads(engines["on"], folders[: min(8, most)], folders[most:])
+        # the rows that decode use at most half of the places, so that others have room
+        decoding = min(8, max(1, (args.places or most) // 2))
+        report_loads(engines["on"], folders[:decoding], folders[most:])
     if own:
         for engine in engines.values():
             engine.llm.close()

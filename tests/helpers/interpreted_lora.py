@@ -11,6 +11,7 @@ from minivllm.core.interfaces.adapter import AdaptedLayer, AdaptedModel, NeededR
 from minivllm.core.interfaces.decoder import Norm
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.device.kernels import activation, products
+from minivllm.device.kernels.products import Product
 from minivllm.device.layers.adapters import ActiveMethods, LayerAdapters
 from minivllm.device.layers.extended_weight import ExtendedProduct
 from minivllm.device.layers.fused import GatedLinear, LinearNorm, NormedLinear
@@ -159,8 +160,9 @@ def test_a_gate_in_one_part_gets_the_product_of_one_matrix(monkeypatch, short, t
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_rows_behind_a_weight_are_multiplied_up_to_the_last_place_of_the_step(monkeypatch, tokens):
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 132), (20, 132), (20, 1)])
+def test_rows_behind_a_weight_are_multiplied_up_to_the_last_place_of_the_step(monkeypatch, tokens, slots):
+    monkeypatch.setattr(products, "SLOTS", slots)
     monkeypatch.setattr(products, "vector_tile", lambda *_: {"BN": 16, "BK": 1024, "STAGES": 1, "num_warps": 4})
     info = ModuleInfo("up", "linear", 1100, (("gate", 64), ("up", 64)), "float32", "cpu")
     extended = ExtendedProduct(info, 3 * 2 * 16)
@@ -183,3 +185,21 @@ def test_rows_behind_a_weight_are_multiplied_up_to_the_last_place_of_the_step(mo
         needed = 128 + 32 * used
         torch.testing.assert_close(y[:, :needed], want[:, :needed], atol=1e-3, rtol=1e-3)
         assert y[:, -(-needed // 64) * 64 :].isnan().all(), "programs of rows that are not needed compute nothing"
+
+
+def test_the_library_multiplies_if_not_all_programs_of_the_kernel_run_at_once(monkeypatch):
+    info = ModuleInfo("down", "linear", 64, (("", 128),), "float32", "cpu")
+    extended = ExtendedProduct(info, 16)
+    extended.whole.normal_()
+    extended.finish()
+    extended.row.rows = 64
+    launched = []
+    monkeypatch.setattr(
+        Product, "__call__", lambda self, x, **_: launched.append(len(x)) or (x @ self.weight.t(), None)
+    )
+    for rows, slots, launches in ((32, 1, [32]), (40, 1, []), (40, 132, [40])):
+        monkeypatch.setattr(products, "SLOTS", slots)
+        x = torch.randn(rows, 64)
+        launched.clear()
+        torch.testing.assert_close(extended(x), x @ extended.whole.t(), atol=1e-4, rtol=1e-4)
+        assert launched == launches

@@ -206,8 +206,10 @@ def _cost(rows: int, n: int, bm: int, bn: int) -> int:
     return waves * (bm * bn + 24 * loaded)
 
 
-def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
-    """Return the tile of 2 to 256 rows, with enough programs for 132 multiprocessors and full use of shared memory."""
+def matrix_tile(rows: int, n: int, k: int, gated: bool, limited: bool = False) -> dict[str, int]:
+    """Return the tile of 2 to 256 rows, with enough programs for 132 multiprocessors and full use of shared memory.
+
+    ``limited`` means that the product has a ``Limit``."""
     if rows > 128 and not gated:
         bm, bn = min(LARGE_TILES, key=lambda tile: _cost(rows, n, *tile))
         return _staged(bm, bn, 128, 1, gated)
@@ -217,6 +219,10 @@ def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
     while bm < min(rows, 64) and cdiv(rows, bm) * columns > 160:
         bm *= 2
     programs = cdiv(rows, bm) * columns
+    if limited and bm == 16 and 16 < rows <= 32 and programs > SLOTS:
+        # Two of these programs fit on a multiprocessor, so none waits for the others: 20 us less in each layer of 8B
+        # with 32 adapters of rank 16 behind its weights (H200, 32 rows; two such products in a layer).
+        return {"BM": 32, "BN": bn, "BK": 128, "SK": 2, "STAGES": 4, "num_warps": 4}
     if programs > 200 and not gated:
         bn = 128
         programs = cdiv(rows, bm) * cdiv(n, bn)
@@ -294,7 +300,8 @@ class Product:
         k = self.k
         gated = self.mode == GATED
         y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-        tile = vector_tile(n, k, gated) if m == 1 else matrix_tile(m, n, k, gated)
+        limited = limit is not None
+        tile = vector_tile(n, k, gated) if m == 1 else matrix_tile(m, n, k, gated, limited)
         bn = tile["BN"]
         tiles = cdiv(n, bn)
         sums = None

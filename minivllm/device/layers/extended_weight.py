@@ -53,6 +53,19 @@ class ExtendedProduct:
         y: Tensor = self.row(x, squares, eps, limit=self._limit(needed))[0]
         return y
 
+    def _faster(self, rows: int) -> bool:
+        """Return whether the kernel multiplies ``rows`` rows faster than the library.
+
+        For more than 32 rows its programs must fit on the device at once."""
+        from minivllm.device.kernels.launch import cdiv
+        from minivllm.device.kernels.products import SLOTS, matrix_tile
+
+        if rows <= 32:
+            return True
+        outputs, inputs = self.whole.shape
+        tile = matrix_tile(rows, outputs, inputs, False)
+        return cdiv(rows, tile["BM"]) * cdiv(outputs, tile["BN"]) <= SLOTS
+
     def _limit(self, needed: NeededRows | None) -> Limit | None:
         """Return the outputs that are needed, None for all."""
         if needed is None:
@@ -66,7 +79,7 @@ class ExtendedProduct:
         return getattr(scheme, "extended", None) is self
 
     def __call__(self, x: Tensor, needed: NeededRows | None = None) -> Tensor:
-        if self.fits(x):
+        if self.fits(x) and self._faster(len(x)):
             y: Tensor = self.row(x, limit=self._limit(needed))[0]
             return y
         return F.linear(x, self.whole)
