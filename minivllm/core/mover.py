@@ -66,6 +66,8 @@ class PageMemory(Protocol):
     copy_seconds: float | None
     written_bytes: int  # bytes and seconds of all finished copies from host to device
     written_seconds: float
+    # whether no row runs, so that ``stage`` may queue any number of copies without delaying a step
+    alone: bool
 
     def read(self, group: int, blocks: Sequence[int]) -> PageBatch:
         """Start the copy of blocks to the host, behind all work queued so far and before all later work."""
@@ -378,9 +380,12 @@ class Mover:
         """Carry out orders, and return the tickets that are done since the last call, as JSON values.
 
         ``get`` has rows (tier, ticket, key, KV group), ``mark`` has rows (tier, ticket, name, keys or None).  With
-        ``begun`` a load is done once its copy to the device has begun: the step that writes the page waits for it.
+        ``begun`` a load is done once its copy to the device has begun: the step that writes the page waits for it, and
+        no row runs meanwhile.
         ``store`` and ``fill`` have the rows of these methods; the engine sends them here only if no step is in
         flight."""
+        begun = bool(args.get("begun"))
+        self.memory.alone = begun
         gets = args.get("get", ())
         for tier, thread in enumerate(self.tiers):
             keys = [bytes.fromhex(key) for to, _, key, _ in gets if to == tier]
@@ -396,7 +401,7 @@ class Mover:
             if len(rows):
                 getattr(self, name)(rows)
         with self._lock:
-            self._collect_arrived(bool(args.get("begun")))
+            self._collect_arrived(begun)
             finished, self._finished = self._finished, []
         written = self.memory.written_bytes, int(self.memory.written_seconds * 1e6)
         faults = [thread.faults for thread in self.tiers]

@@ -168,12 +168,15 @@ class CopyQueue:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[deque[Any]]:
-        """Wait until another copy may be queued.  The caller appends the event behind it to the result."""
+    def place(self, alone: bool = False) -> Iterator[deque[Any]]:
+        """Wait until another copy may be queued; with ``alone`` at once, because no step runs.  The caller appends the
+        event behind the copy to the result."""
         with self._lock:
-            while self._ended and (self._ended[0].query() or len(self._ended) >= self._most):
+            while self._ended:
                 if self._ended[0].query():
                     self._ended.popleft()
+                elif alone or len(self._ended) < self._most:
+                    break
                 else:
                     time.sleep(POLL)
             yield self._ended
@@ -215,6 +218,7 @@ class DevicePages:
         self._copied: deque[tuple[Any, Any, list[Tensor]]] = deque()
         # (event behind the copies, host pages) of staged pages that a step used before their copies had ended
         self._arriving: deque[tuple[Any, Sequence[Tensor]]] = deque()
+        self.alone = False
         self.written_bytes = 0
         self.written_seconds = 0.0
         self._staged = 0  # bytes of staging memory in use; ``_freed`` has the sizes of parts that are free again
@@ -293,7 +297,7 @@ class DevicePages:
     def stage(self, group: int, pages: Sequence[np.ndarray]) -> Sequence[Any]:
         """Start the copies of loaded pages to the device, and return one object per page for ``write``.
 
-        A thread of a storage tier calls this.  It waits while ``QUEUED`` earlier copies run.
+        A thread of a storage tier calls this.  Unless no row runs, it waits while ``QUEUED`` earlier copies run.
         """
         if not self.on_gpu:
             return pages
@@ -301,7 +305,13 @@ class DevicePages:
         sources = [torch.from_numpy(page) for page in pages]
         # the allocation may wait for the device, so no capture may begin at the same time
         device = torch.cuda.device(self.device)
-        with self._queued.place() as queued, ALONE, torch.inference_mode(), device, torch.cuda.stream(self._loads):
+        with (
+            self._queued.place(self.alone) as queued,
+            ALONE,
+            torch.inference_mode(),
+            device,
+            torch.cuda.stream(self._loads),
+        ):
             while self._freed:
                 self._staged -= self._freed.popleft()
             if size + self._staged > self.staging:

@@ -34,6 +34,7 @@ class SimPages:
 
     queue = QUEUE
     copy_seconds: float | None = None
+    alone = False
 
     def __init__(self, kv: Sequence[np.ndarray], states: SimStates | None) -> None:
         self.groups = [[array] for array in kv]

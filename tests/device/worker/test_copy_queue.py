@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
+from minivllm.core.mover import Mover
 from minivllm.device.worker.pages import CopyQueue
+from minivllm.plugins.executor.sim_pages import SimPages
 
 
 class Event:
@@ -60,6 +63,14 @@ def test_a_copy_waits_until_an_earlier_one_has_ended():
     assert entered.is_set()
 
 
+def test_copies_wait_for_none_while_no_step_runs():
+    queue = CopyQueue(1)
+    for i in range(5):
+        with queue.place(alone=True) as queued:
+            assert len(queued) == i
+            queued.append(Event(1000))
+
+
 def test_an_error_of_the_device_leaves_the_queue_usable():
     queue, broken = CopyQueue(1), Event(0)
 
@@ -74,3 +85,12 @@ def test_an_error_of_the_device_leaves_the_queue_usable():
     broken.query = lambda: True
     with queue.place() as queued:
         assert not queued
+
+
+def test_copies_are_limited_once_a_row_runs():
+    memory = SimPages([np.zeros((4, 2), np.uint64)], None)
+    mover = Mover([], memory, "00", threaded=False)
+    mover.call({"begun": True})
+    assert memory.alone
+    mover.call({})
+    assert not memory.alone
