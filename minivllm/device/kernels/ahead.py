@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -38,6 +39,7 @@ import minivllm
 THREADS = 16  # largest number of threads that compile kernels
 _THREAD = threading.local()
 _ONE = threading.Lock()  # held by the thread that rehearses, because a rehearsal replaces a method of Triton's class
+_SHARING = threading.Lock()  # held by the thread that replaces Triton's method for compilation
 aten = torch.ops.aten
 # operations of torch that allocate memory and leave its content undefined
 _EMPTY = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
@@ -203,20 +205,21 @@ def _place(function: Any, key: Any) -> tuple[int, Any, int]:
 def _share_compilations() -> None:
     """Make every launch in this process use ``_PENDING``: Triton itself compiles a variant in each thread that launches
     it.  Triton compiles a variant in ``JITFunction._do_compile``."""
-    compile_one = JITFunction._do_compile
-    if getattr(compile_one, "shared", False):
-        return
+    with _SHARING:  # a method that was replaced twice would wait for itself
+        compile_one = JITFunction._do_compile
+        if getattr(compile_one, "shared", False):
+            return
 
-    def shared(function: Any, key: Any, *rest: Any, **more: Any) -> Any:
-        compile_it = partial(compile_one, function, key, *rest, **more)
-        if rehearsing():
-            _THREAD.ahead._queue(function, key, compile_it)
-            return None
-        pending = _PENDING.get(_place(function, key))
-        return compile_it() if pending is None else pending.run()
+        def shared(function: Any, key: Any, *rest: Any, **more: Any) -> Any:
+            compile_it = partial(compile_one, function, key, *rest, **more)
+            if rehearsing():
+                _THREAD.ahead._queue(function, key, compile_it)
+                return None
+            pending = _PENDING.get(_place(function, key))
+            return compile_it() if pending is None else pending.run()
 
-    shared.shared = True  # type: ignore[attr-defined]
-    JITFunction._do_compile = shared
+        shared.shared = True  # type: ignore[attr-defined]
+        JITFunction._do_compile = shared
 
 
 class CompileAhead:
@@ -233,6 +236,7 @@ class CompileAhead:
         # key in ``_PENDING`` -> compilation of the variant
         self.jobs: dict[tuple[int, Any, int], Future[None]] = {}
         self._found: dict[tuple[int, Any, int], Future[None]] = {}
+        _OPEN.add(self)
 
     def rehearse(self, run: Callable[[], Any]) -> list[Future[None]]:
         """Call ``run`` without launching kernels, and start to compile those that are not compiled.
@@ -333,6 +337,20 @@ class CompileAhead:
             return
         with torch.cuda.device(self.device):
             pending.run(_build_launcher)
+
+
+_OPEN: weakref.WeakSet[CompileAhead] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Cancel the compilations of all objects that have not begun.  A program that ends would otherwise wait for them,
+    because the end of Python waits for a pool's queue."""
+    for ahead in list(_OPEN):
+        ahead.close()
+
+
+# functions of ``atexit`` are called after the wait for the pools
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 
 def _build_launcher(kernel: Any) -> None:

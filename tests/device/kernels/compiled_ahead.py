@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -129,6 +130,35 @@ def check_two_threads() -> None:
     assert seen == [None, None], "a kernel was launched"
 
 
+def check_one_replacement(cpu) -> None:
+    """Check that the first objects of two threads replace Triton's method once."""
+    replaced, both = [], threading.Barrier(2)
+
+    class Kernels:
+        compile_one = None
+
+        @property
+        def _do_compile(self):
+            found = self.compile_one
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.3)  # both threads read before one of them writes, unless they are kept apart
+            return found
+
+        @_do_compile.setter
+        def _do_compile(self, method):
+            replaced.append(method)
+            self.compile_one = method
+
+    ahead_module.JITFunction = Kernels()
+    threads = [threading.Thread(target=CompileAhead, args=(cpu, 1)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ahead_module.JITFunction = JITFunction
+    assert len(replaced) == 1
+
+
 def check_one_compilation(cpu) -> None:
     """Check that a launch waits for a compilation of its kernel in a thread, makes one that has not begun itself, and
     that no thread compiles the kernel again."""
@@ -217,6 +247,7 @@ def main() -> None:
     check_operations()
     check_two_threads()
     cpu = torch.device("cpu")
+    check_one_replacement(cpu)
     check_one_compilation(cpu)
     ahead, x, seen, launched_before = CompileAhead(cpu, 2), torch.ones(48), [], JITFunction.run
 

@@ -174,6 +174,20 @@ def test_a_rehearsal_finds_each_variant_once_launches_none_and_compiles_it_for_t
     assert without_interpreter("compiled_ahead.py")[-1] == "ok"
 
 
+def test_the_end_of_a_program_does_not_wait_for_compilations_that_have_not_begun():
+    """A program need not close its engine.  Python itself would run all compilations in the queue first."""
+    code = """
+import time, torch
+from minivllm.device.kernels.ahead import CompileAhead
+ahead = CompileAhead(torch.device("cpu"), 1)
+jobs = [ahead.pool.submit(lambda: print("compiled", flush=True) or time.sleep(0.5)) for _ in range(20)]
+ahead.finish(jobs, lambda: print("finished"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("compiled") < 5 and "finished" not in done.stdout
+
+
 @pytest.mark.parametrize("captures", ["start", "gradual"])
 def test_steps_of_ordinary_requests_need_no_kernel_that_is_not_compiled_when_the_engine_is_ready(captures):
     """Steps are rehearsed with memory that holds no valid index.  Both parts of a step are among the kernels."""
