@@ -35,15 +35,17 @@ class AdapterChecks:
 
         Each request with the adapter calls this, so files that have not changed since the last call are not read again.
         """
+        stamp = None
+        with suppress(RequestError, ValueError):  # the check names what is wrong
+            stamp = stamp_of(Path(folder))
         known = self._checked.get(folder)
-        if known is not None:
-            with suppress(RequestError, ValueError):  # the check names what is wrong
-                if stamp_of(Path(folder)) == known.stamp:
-                    return known
+        if known is not None and known.stamp == stamp:
+            return known
         found = self._check(folder)
-        if len(self._checked) >= MOST_CHECKED:
-            self._checked.clear()
-        self._checked[folder] = found
+        if found.stamp == stamp:  # else the files changed during the check
+            if len(self._checked) >= MOST_CHECKED:
+                self._checked.clear()
+            self._checked[folder] = found
         return found
 
     def _check(self, folder: str) -> AdapterFiles:

@@ -326,6 +326,24 @@ def test_a_folder_is_read_again_only_after_a_change(made, tmp_path, monkeypatch)
         check_adapter(str(folder))
 
 
+def test_a_folder_that_changes_during_its_check_is_checked_again(made, tmp_path, monkeypatch):
+    """Otherwise the new files would count as checked."""
+    read = adapter_files.read_config
+    folder = shutil.copytree(made["one"], tmp_path / "replaced")
+    path = folder / "adapter_config.json"
+
+    def replaced(name):
+        config = read(name)
+        path.write_text("[]")
+        return config
+
+    monkeypatch.setattr(adapter_files, "read_config", replaced)
+    check_adapter = AdapterChecks({"LORA": LoRA(None, AdapterContext(8, 16))})
+    check_adapter(str(folder))
+    with pytest.raises(RequestError, match=r"adapter_config\.json is a list"):
+        check_adapter(str(folder))
+
+
 def test_pickles_missing_files_and_wrong_requests_are_refused(made, tmp_path):
     pickled = shutil.copytree(made["one"], tmp_path / "pickled")
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
