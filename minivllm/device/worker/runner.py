@@ -192,11 +192,12 @@ class Runner:
     def capture_later(self) -> dict[str, int | bool]:
         """Make one of the queued captures; the executor's operation "captures" calls this.
 
-        Return the number of captures that are left, and whether one was made."""
+        Return the number of captures that are left, and whether one was made.  None is made while threads compile
+        kernels, because a request that comes then would wait for all kernels of the capture."""
         later = None if self.graphs is None else self.graphs.later
         if later is None:
             return {"left": 0, "worked": False}
-        worked = later.capture()
+        worked = not self.worker.rehearsals.compiling and later.capture()
         return {"left": len(later.queue), "worked": worked}
 
     def drafted_steps(self) -> Any:

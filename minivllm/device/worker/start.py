@@ -63,6 +63,12 @@ class Rehearsals:
         return self.ahead is not None
 
     @property
+    def compiling(self) -> bool:
+        """Return whether compilations of a start that has ended are still queued or running."""
+        ahead = self._finishing
+        return ahead is not None and not all(job.done() for job in ahead.jobs.values())
+
+    @property
     def ready(self) -> bool:
         """Return whether an earlier start, or ``done``, has noted on the disk that the kernels are compiled."""
         return self.marks is not None and self.marks.exist()

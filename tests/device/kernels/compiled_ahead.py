@@ -214,11 +214,12 @@ def check_failed_rehearsal(cpu) -> None:
     rehearsals.ahead = ahead = CompileAhead(cpu, 1)
     ahead.pool.submit(go.wait)
     launch, later = (partial(negate[(1,)], x, x, size) for size in (2, 32))
+    assert not rehearsals.compiling
     jobs = rehearsals.begin(launch, lambda: (weights := torch.ones(2)) @ weights.new_empty(3), later)
-    assert len(jobs) == 1 and not rehearsals.active and not jobs[0].done()
+    assert len(jobs) == 1 and not rehearsals.active and not jobs[0].done() and rehearsals.compiling
     go.set()
     ahead.pool.shutdown()
-    assert jobs[0].done() and jobs[0].exception() is None
+    assert not rehearsals.compiling and jobs[0].done() and jobs[0].exception() is None
     rehearsals.close()
 
 

@@ -86,6 +86,15 @@ def test_all_layers_run_before_captures_of_a_kind_until_such_a_run_succeeds():
     assert seen == [5, 5, 3, 5, 5, 3]
 
 
+def test_no_capture_is_made_while_threads_compile_kernels():
+    made, rehearsals = [], SimpleNamespace(compiling=True)
+    later = SimpleNamespace(queue=[1, 2], capture=lambda: made.append(later.queue.pop()) or True)
+    runner = SimpleNamespace(graphs=SimpleNamespace(later=later), worker=SimpleNamespace(rehearsals=rehearsals))
+    assert Runner.capture_later(runner) == {"left": 2, "worked": False} and not made
+    rehearsals.compiling = False
+    assert Runner.capture_later(runner) == {"left": 1, "worked": True} and made == [2]
+
+
 @pytest.mark.parametrize("fails", ["", "KV cache", "captures"])
 def test_a_start_that_fails_cancels_the_compilations_that_have_not_begun(fails, tmp_path, monkeypatch):
     closed, take = [], build._take_cache
