@@ -117,7 +117,7 @@ MAY_IMPORT = {
     ),
     "testing.scaffold": "config plugins.specs registration.spec",
     "pocket": "core.interfaces",
-    "lab.simulate": "lab.replay lab.traces config core.engine plugins runtime.hooks core.interfaces registry",
+    "lab.simulate": "lab.replay lab.traces frontend config core.engine plugins runtime.hooks core.interfaces registry",
     "lab.replay": "lab.traces config core.engine plugins runtime.hooks core core.interfaces registry",
     "lab.compare_hf": "frontend device.layers core.interfaces",
     "lab.quantize": "runtime.text plugins device.loading device.kernels",

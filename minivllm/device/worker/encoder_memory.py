@@ -38,7 +38,7 @@ class EncodingMemory(NamedTuple):
         return self.kept + max(self.passing, activations)
 
 
-class Meter:
+class MemoryMeter:
     """Reads the bytes that tensors take on the current GPU, beyond those at the last ``start``."""
 
     def start(self) -> None:
@@ -55,12 +55,12 @@ class Meter:
 
 
 def encoding_memory(
-    encoder: LoadedEncoder, device: torch.device, max_tokens: int, meter: Meter | None = None
+    encoder: LoadedEncoder, device: torch.device, max_tokens: int, meter: MemoryMeter | None = None
 ) -> EncodingMemory:
     """Measure the memory of encoding an image of at most ``max_tokens`` tokens.
 
     Exceptions of the plug-in and torch.OutOfMemoryError are raised unchanged."""
-    meter = Meter() if meter is None else meter
+    meter = MemoryMeter() if meter is None else meter
     sizes = []
     measured = []
     for side in SIDES:
@@ -82,7 +82,7 @@ def _blank(encoder: LoadedEncoder, side: int) -> ImageValues:
     return found
 
 
-def _measured(encoder: LoadedEncoder, device: torch.device, image: ImageValues, meter: Meter) -> EncodingMemory:
+def _measured(encoder: LoadedEncoder, device: torch.device, image: ImageValues, meter: MemoryMeter) -> EncodingMemory:
     """Encode an image part by part, and return the memory that it takes."""
     kept = 0
     meter.start()
