@@ -37,6 +37,7 @@ Three quotes (\"\"\") begin and end a message of several lines."""
 COMMANDS = ("/help", "/reset", "/clear", "/system ", "/set ", "/save ", "/load ", "/why", "/thought", "/stats", "/exit")
 ALIASES = {"/?": "/help", "/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}
 ROLES = ("user", "assistant")
+FULL = ". /reset forgets the conversation"
 STOPPED = "The answer was stopped; it is part of the conversation as far as it came."
 
 
@@ -245,7 +246,8 @@ def answer_line(source: ChatSource, conversation: TerminalChat, text: str, termi
     except (RequestError, ResourceError) as exc:
         if not terminal:
             raise
-        say(f"minivllm: error: {exc}")
+        full = conversation.turns and getattr(exc, "param", None) == "prompt"
+        say(f"minivllm: error: {exc}{FULL if full else ''}")
     except KeyboardInterrupt:
         if not terminal:
             raise

@@ -19,7 +19,7 @@ from minivllm.cli import chat, main
 from minivllm.cli.answer_views import PlainView
 from minivllm.cli.chat_input import InputLines, make_reader
 from minivllm.cli.chat_sources import Facts, Server
-from minivllm.errors import ConfigError, ResourceError
+from minivllm.errors import ConfigError, RequestError, ResourceError
 
 
 class FakeSource:
@@ -110,6 +110,21 @@ def test_an_interrupt_stops_the_answer_only_on_a_terminal(monkeypatch, capsys):
     assert capsys.readouterr().err.count(chat.STOPPED) == 2
     with pytest.raises(KeyboardInterrupt):
         talking(monkeypatch, "one\n", source)
+
+
+def test_a_conversation_that_fills_the_context_can_be_continued_after_a_reset(monkeypatch, capsys):
+    class Full(FakeSource):
+        def answer(self, messages):
+            answer = super().answer(messages)
+            if sum(len(message["content"]) for message in messages) > 30:
+                raise RequestError("the prompt has 31 tokens; expected at most 30", "prompt")
+            return answer
+
+    source = Full()
+    talking(monkeypatch, f"{'x' * 40}\nhello\nhello again\n/reset\nhello\n", source, terminal=True)
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert ["/reset" in line for line in errors] == [False, True]
+    assert [len(messages) for messages in source.seen] == [1, 1, 3, 1]
 
 
 def test_without_a_terminal_the_input_is_plain(monkeypatch):

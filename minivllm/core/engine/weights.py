@@ -113,7 +113,7 @@ class Weights:
     def resume(self) -> None:
         """Run steps again after ``pause``.  RequestError while the engine sleeps."""
         if self.level:
-            raise RequestError("the engine sleeps: call wake() first; a pause continues after it")
+            raise RequestError("the engine sleeps: wake it first; a pause continues after it")
         self.paused = False
 
     # ---- updates -------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Weights:
             raise RequestError(f"kv={shown(kv)}: expected {RECOMPUTE} or {KEEP}", "kv")
         if self.level == 1:
             raise RequestError(
-                "the weights are asleep in host memory: call wake() before an update"
+                "the weights are asleep in host memory: wake the engine before an update"
             )
         if self.level == 2 and partial:
             raise RequestError(
