@@ -263,7 +263,7 @@ def test_weights_may_come_while_the_engine_sleeps(tiny, options):
         llm.update_weights(tensors)
         new = answer(llm)
         llm.sleep(1)
-        with pytest.raises(RequestError, match="call wake"):
+        with pytest.raises(RequestError, match="wake the engine"):
             llm.update_weights(tensors)
         llm.wake()
         assert answer(llm) == new
