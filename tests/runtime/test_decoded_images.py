@@ -15,7 +15,6 @@ from minivllm.core.interfaces.encoder import ImageFacts
 from minivllm.errors import RequestError
 from minivllm.runtime.images.decode import decoded
 from minivllm.runtime.images.placing import check_placeholders
-from minivllm.runtime.images.reader import PAUSE, STRIP, copied
 
 GRAY = Image.fromarray((np.arange(200 * 200) % 251).astype(np.uint8).reshape(200, 200))
 
@@ -99,21 +98,3 @@ def test_a_prompt_has_one_placeholder_for_each_image():
     for count in (0, 1, 3):
         with pytest.raises(RequestError, match=f"has 2 placeholders of images .token id 7. and {count} images"):
             check_placeholders(ids, count, ImageFacts(7))
-
-
-@pytest.mark.parametrize(("width", "height"), [(1, 1), (700, 900), (3, STRIP // 3), (STRIP // 3 + 1, 3), (513, 1024)])
-def test_copies_in_strips_have_the_pixels_of_the_image(width, height):
-    array = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-    for pause in (0.0, PAUSE):
-        assert np.array_equal(copied(Image.fromarray(array), pause), array)
-
-
-def test_a_thread_that_waits_runs_between_the_strips_of_a_large_image(monkeypatch):
-    pauses = []
-    monkeypatch.setattr("minivllm.runtime.images.reader.time.sleep", pauses.append)
-    image = Image.new("RGB", (1024, 1024))
-    copied(image, PAUSE)
-    assert pauses == [PAUSE] * (3 * 1024 * 1024 // STRIP)
-    copied(image, 0.0)
-    copied(Image.new("RGB", (64, 64)), PAUSE)
-    assert len(pauses) == 3 * 1024 * 1024 // STRIP

@@ -139,7 +139,6 @@ def reader_of(facts: Any, why_not: str = "") -> ImageReader:
 def make(hello: bytes) -> Work:
     """Return the function that prepares an image, after the encoder plug-in has been loaded."""
     reader = reader_of(json.loads(hello))
-    reader.pause = 0.0  # no other thread of the process waits
     prepare(lambda: warm(reader), WARM * SECONDS, WARM * MEGABYTES)
     started = False  # whether this worker has started its threads, which a fork does not inherit
 

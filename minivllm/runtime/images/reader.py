@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import ImageWiring, Part
 
 NO_ENCODER = "the model has no image encoder"  # reason of an engine that reads no images
-STRIP = 384 << 10  # bytes of pixels that are copied without a pause, in about 0.3 ms
-PAUSE = 5e-5  # seconds of a pause, in which a waiting thread takes the interpreter's lock
 
 
 class ImageReader:
@@ -50,7 +47,6 @@ class ImageReader:
         the plug-in.  ``decode`` returns the pixels of an image."""
         self.wiring, self.part, self.folder, self.raw = wiring, part, Path(folder), raw
         self.why_not, self.max_tokens, self.decode = why_not, max_tokens, decode
-        self.pause = PAUSE
         self._encoder: ImageEncoder | None = None
         self.kept = KeptImages()
         self._prepared: WeakValueDictionary[bytes, PreparedImage] = WeakValueDictionary()
@@ -105,7 +101,7 @@ class ImageReader:
         """Return a decoded image after ``prepare``, or the equal image that a request has.  RequestError if it has too
         many tokens."""
         with self._copying:
-            pixels = copied(image, self.pause)  # the program may change its image at any time
+            pixels = np.array(image)  # the program may change its image at any time
         digest = digest_of(pixels, image.size)
         with self._lock:
             prepared = self._prepared.get(digest)
@@ -129,24 +125,6 @@ class ImageReader:
                 assert self.part is not None, "an engine without an encoder refuses images before"
                 self._encoder = build_part("encoder", self.part, EncoderContext(str(self.folder), self.raw))
             return self._encoder
-
-
-def copied(image: Image, pause: float) -> np.ndarray:
-    """Return a copy u8 [height, width, 3] of the pixels of an RGB image.
-
-    Pillow keeps the interpreter's lock while it copies.  A thread that waits for the lock, such as the engine's, gets
-    it only after the switch interval of the interpreter.  So there is a ``pause`` in seconds behind each STRIP; 0 means
-    no strips."""
-    width, height = image.size
-    rows = max(STRIP // (3 * width), 1)
-    if not pause or rows >= height:
-        return np.array(image)
-    pixels = np.empty((height, width, 3), np.uint8)
-    for top in range(0, height, rows):
-        end = min(top + rows, height)
-        pixels[top:end] = np.asarray(image.crop((0, top, width, end)))
-        time.sleep(pause)
-    return pixels
 
 
 def values_of(encoder: ImageEncoder, pixels: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int], int]:
