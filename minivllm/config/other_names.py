@@ -146,6 +146,9 @@ preempted requests are computed again <- preemption_mode=recompute
 there is one <- pipeline_parallel_size=1 data_parallel_size=1 decode_context_parallel_size=1 \
     prefill_context_parallel_size=1 api_server_count=1 nnodes=1
 nothing is moved to it <- swap_space=0|0.0 cpu_offload_gb=0|0.0 kv_offloading_size=0|0.0
+images are read if the model has an encoder for them <- language_model_only=False
+an engine sleeps only at a call of sleep <- enable_sleep_mode=False
+experts are divided like all other weights <- enable_expert_parallel=False
 no request is logged <- disable_log_requests=True
 the engine logs no statistics <- disable_log_stats=True
 """
