@@ -58,7 +58,7 @@ def test_every_reason_is_given_at_once():
         "dim: expected {64, 256}, supports 64 to 128",
         "q: expected 16, supports at most 8",
         "new: expected 1, supports nothing (not declared)",
-        "feature 'sinks' not declared",
+        "feature 'sinks' not declared  (a learned logit per head that receives probability but adds no value)",
         'needs no_such_module, which is not installed  (pip install "minivllm[fi]")',
         f"numpy: expected at least 999, supports {numpy.__version__}",
     ]

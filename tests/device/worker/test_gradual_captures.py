@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,7 @@ def test_a_rehearsal_finds_each_variant_once_launches_none_and_compiles_it_for_t
     assert without_interpreter("compiled_ahead.py")[-1] == "ok"
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_end_of_a_program_does_not_wait_for_compilations_that_have_not_begun():
     """A program need not close its engine.  Python itself would run all compilations in the queue first."""
     code = """
