@@ -45,6 +45,7 @@ def begin(work: Callable[..., Any], *args: Any) -> threading.Thread:
 
 @atexit.register
 def _wait_for_threads() -> None:
+    """Wait for the threads of ``begin``, at most EXIT_SECONDS altogether."""
     end = time.monotonic() + EXIT_SECONDS
     with contextlib.suppress(KeyboardInterrupt):
         for thread in _threads:

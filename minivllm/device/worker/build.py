@@ -477,9 +477,10 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
 
 
 def _trial_images(worker: Worker, wiring: Wiring) -> EncodingMemory:
-    """Return the memory of encoding the largest image.
+    """Return the memory of encoding the largest image, 0 bytes without an encoder.
 
-    If the plug-in fails on a trial image, it is none, and a note has the error."""
+    If the plug-in fails on a trial image, the result is 0 bytes too, and a note has the error.  ResourceError if the
+    memory does not suffice for a trial image."""
     if worker.encoder is None:
         return EncodingMemory()
     try:

@@ -297,7 +297,8 @@ class DevicePages:
     def stage(self, group: int, pages: Sequence[np.ndarray]) -> Sequence[Any]:
         """Start the copies of loaded pages to the device, and return one object per page for ``write``.
 
-        A thread of a storage tier calls this.  Unless no row runs, it waits while ``QUEUED`` earlier copies run.
+        A thread of a storage tier calls this.  While rows run, it waits until fewer than ``QUEUED`` earlier copies are
+        left.
         """
         if not self.on_gpu:
             return pages

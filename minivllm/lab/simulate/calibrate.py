@@ -161,7 +161,7 @@ class Calibrator:
 
     @property
     def over(self) -> bool:
-        """Tell whether the current phase is over."""
+        """Return whether the current phase is over."""
         if len(self.steps) < self._least:
             return False
         return self.timer() > self._until
