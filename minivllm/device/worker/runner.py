@@ -157,17 +157,12 @@ class Runner:
         """Return the captured steps, or None if device, config or plug-ins do not allow them or their capture fails.
 
         ``known`` has the measurements of earlier captures (``graphs.MeasuredCaptures``)."""
-        wanted = self.wiring.steps.graph != "off" and has_kernels(self.wiring)
-        traits = self.wiring.parts["attention"].traits
-        graph = traits.get("graph", "none")
-        if not wanted or graph == "none" or traits.get("plan") != "device":
+        if not self._can_capture():
             self.worker.rehearsals.done()
-            return None
-        if self.state.recurrent is not None and not self.worker.parts.fuse:
-            self.worker.notes.append("steps are not captured, they run as separate launches: fuse is off")
             return None
         from .graphs import Graphs
 
+        graph = self.wiring.parts["attention"].traits["graph"]
         mixed = graph == "mixed" and self.wiring.steps.graph != "decode"
         kind = self.captures or Graphs
         graphs = kind(self, mixed, known)
@@ -181,6 +176,17 @@ class Runner:
             self.worker.rehearsals.close()
             return None
         return graphs
+
+    def _can_capture(self) -> bool:
+        """Return whether device, config, plug-ins and model allow captured steps."""
+        traits = self.wiring.parts["attention"].traits
+        wanted = self.wiring.steps.graph != "off" and has_kernels(self.wiring)
+        if not wanted or traits.get("graph", "none") == "none" or traits.get("plan") != "device":
+            return False
+        if self.state.recurrent is not None and not self.worker.parts.fuse:
+            self.worker.notes.append("steps are not captured, they run as separate launches: fuse is off")
+            return False
+        return True
 
     def image_steps(self) -> ImageSteps | None:
         """Return the memory of captured steps with images; None if such steps are not captured."""

@@ -20,6 +20,7 @@ from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.timing import StartTimes
 from minivllm.device.layers.captured_sizes import coarse_sizes, first_decode, first_mixed, is_first_mixed, row_sizes
 from minivllm.device.worker import build
+from minivllm.device.worker import runner as runner_module
 from minivllm.device.worker.distinct_layers import DistinctLayers, distinct
 from minivllm.device.worker.graph_keys import TappedKey
 from minivllm.device.worker.runner import Runner
@@ -94,6 +95,30 @@ def test_no_capture_is_made_while_threads_compile_kernels():
     assert Runner.capture_later(runner) == {"left": 2, "worked": False} and not made
     rehearsals.compiling = False
     assert Runner.capture_later(runner) == {"left": 1, "worked": True} and made == [2]
+
+
+@pytest.mark.parametrize(
+    "graph, fuse, kernels, traits, note",
+    [
+        ("off", True, True, dict(graph="mixed", plan="device"), ""),
+        ("auto", True, False, dict(graph="mixed", plan="device"), ""),
+        ("auto", True, True, dict(plan="device"), ""),
+        ("auto", True, True, dict(graph="mixed", plan="host"), ""),
+        ("auto", False, True, dict(graph="mixed", plan="device"), "fuse is off"),
+    ],
+)
+def test_a_start_that_captures_no_steps_marks_its_kernels_as_compiled(monkeypatch, graph, fuse, kernels, traits, note):
+    """Otherwise each later start would rehearse and compile again."""
+    marked, notes = [], []
+    monkeypatch.setattr(runner_module, "has_kernels", lambda wiring: kernels)
+    runner = Runner.__new__(Runner)
+    parts = {"attention": SimpleNamespace(traits=traits)}
+    runner.wiring = SimpleNamespace(steps=SimpleNamespace(graph=graph), parts=parts)
+    runner.state = SimpleNamespace(recurrent=object())
+    rehearsals = SimpleNamespace(done=lambda: marked.append(True))
+    runner.worker = SimpleNamespace(rehearsals=rehearsals, parts=SimpleNamespace(fuse=fuse), notes=notes)
+    assert runner.captured_steps() is None
+    assert marked == [True] and len(notes) == bool(note) and all(note in one for one in notes)
 
 
 @pytest.mark.parametrize("fails", ["", "KV cache", "captures"])
