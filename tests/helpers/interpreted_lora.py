@@ -12,6 +12,7 @@ from minivllm.core.interfaces.decoder import Norm
 from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.device.kernels import activation, products
 from minivllm.device.kernels.products import Product
+from minivllm.device.layers import activation as torch_activation
 from minivllm.device.layers.adapters import ActiveMethods, LayerAdapters
 from minivllm.device.layers.extended_weight import ExtendedProduct
 from minivllm.device.layers.fused import GatedLinear, LinearNorm, NormedLinear
@@ -85,13 +86,14 @@ class Layers:
         for norm in self.norms:
             norm.weight.uniform_(0.5, 1.5)
 
-    def run(self, tokens, followed, fuse=True):
+    def run(self, tokens, followed, fuse=True, gate=True):
         """Return the results of the products in order, for ``tokens`` random rows.
 
-        ``followed`` means that each pair has the next one as its follower."""
+        ``followed`` means that each pair has the next one as its follower, and ``gate`` that a kernel computes it."""
         named = self.linears
         out = LinearNorm(named["out"], self.norms[0], fuse, False)
-        up = GatedLinear(named["up"], activation.gate_mul, fuse)
+        gate_mul = activation.gate_mul if gate else torch_activation.gate_mul
+        up = GatedLinear(named["up"], gate_mul, fuse, divides=gate)
         down = LinearNorm(named["down"], self.norms[1], fuse, False)
         qkv = NormedLinear(named["qkv"], fuse)
         if followed:
@@ -114,7 +116,7 @@ class Layers:
 def counted(monkeypatch, owner, name):
     """Return a list that gets an item for each call of a function."""
     calls, kept = [], getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args: calls.append(1) or kept(*args))
+    monkeypatch.setattr(owner, name, lambda *args, **options: calls.append(1) or kept(*args, **options))
     return calls
 
 
@@ -150,6 +152,23 @@ def test_rows_behind_the_weights_give_the_results_of_separate_layers(monkeypatch
     assert calls == ((0, 0, 0, 3) if tokens == 50 else (1, 2, 1, 0) if joined else (3, 0, 1, 0))
     assert len(divided) == (2 if norms == "joined with products" and tokens < 50 else 0)
     for mine, other in zip(found, Layers(monkeypatch).run(tokens, False), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("one_part", [False, True])
+@pytest.mark.parametrize("unfused", ["gate", "norms"])
+def test_no_kernel_of_adapters_includes_an_operation_that_is_unfused(monkeypatch, short, unfused, one_part):
+    """With ``unfused``, torch computes the gate, or the norm with the addition before it, also in steps with
+    adapters."""
+    gates = [counted(monkeypatch, *at) for at in ((triton_extended, "gate_behind"), (activation, "gate_mul"))]
+    added = counted(monkeypatch, triton_extended, "add_behind")
+    layers = Layers(monkeypatch, behind=True, one_part=one_part)
+    if unfused == "norms":
+        for norm in layers.norms:
+            norm.fused = None
+    found = layers.run(40, True, gate=unfused != "gate")
+    assert (bool(sum(map(len, gates))), bool(added)) == (unfused != "gate", unfused != "norms")
+    for mine, other in zip(found, Layers(monkeypatch, one_part=one_part).run(40, False), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
 

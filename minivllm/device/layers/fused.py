@@ -239,7 +239,7 @@ class GatedLinear(_Pair):
         gate_mul: Callable[..., Tensor],
         fuse: bool,
         activation: str = "silu",
-        divides: bool = True,  # whether ``gate_mul`` can also divide by the root mean square of the norm
+        divides: bool = True,  # whether ``gate_mul`` is a kernel, which can also divide by the norm's root mean square
     ) -> None:
         super().__init__(linear, fuse)
         self.divides = divides
@@ -256,7 +256,9 @@ class GatedLinear(_Pair):
         linear = self.linear
         if linear.adapted:
             if h.squares is not None and self.divides_adapted(h.x):
-                return linear.adapter.divided(linear.scheme.apply, h.x, h.squares, h.eps, self.activation)
+                activation = self.activation if self.divides else None
+                y = linear.adapter.divided(linear.scheme.apply, h.x, h.squares, h.eps, activation)
+                return y if self.divides else self.gate_mul(y)
             gated = self._with_adapters(h)
             if gated is not None:
                 return gated
@@ -363,6 +365,8 @@ class LinearNorm(_Pair):
         the residual stream and the next product divides by the root mean square; else None."""
         linear = self.linear
         if isinstance(x, Rounded) or not self.fuse or linear.bias is not None or not linear.adapted:
+            return None
+        if self.norm.fused is None:  # ``unfused`` has "norms"
             return None
         if self.follower is None or not self.follower.divides_adapted(residual):
             return None
