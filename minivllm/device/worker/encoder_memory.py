@@ -1,14 +1,16 @@
 """The device memory that the encoding of the largest image takes, measured before the KV cache gets the rest.
 
-    blank images of SIDES pixels ──► encoder, part by part ──► bytes at the most, and bytes between two parts
-                                                               (a line through them gives those of the largest image)
+    two blank images ──► encoder, part by part ──► bytes at the most, and bytes between two parts
+                                                   (a line through them gives those of the largest image)
 
+Neither image has more tokens than a request may have, because its encoding could take more memory than there is.
 Features have memory of their own (``image_cache_mb``).  The tensors between two parts belong to an image that several
 steps encode, so they exist beside the tensors of the model's layers.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
     from .encoder import LoadedEncoder
 
-SIDES = (1024, 2048)  # pixels along each side of the images whose encodings are measured
+SIDE = 2048  # pixels along each side of the larger image whose encoding is measured; the other has half of it
+LEAST_SIDE = 64  # of the smallest image that is tried if larger ones have too many tokens
 LARGEST_SIDE = 4096  # of the image whose tokens are taken as the most that an image has
 
 
@@ -61,17 +64,31 @@ def encoding_memory(
 
     Exceptions of the plug-in and torch.OutOfMemoryError are raised unchanged."""
     meter = MemoryMeter() if meter is None else meter
-    sizes = []
-    measured = []
-    for side in SIDES:
-        image = _blank(encoder, side)
-        sizes.append(image.tokens)
-        measured.append(_measured(encoder, device, image, meter))
+    side = _side(encoder, max_tokens)
+    if side is None:
+        return EncodingMemory()
+    images = [_blank(encoder, one) for one in (side // 2, side)]
+    sizes = [image.tokens for image in images]
+    measured = [_measured(encoder, device, image, meter) for image in images]
     largest = max_tokens
-    if sizes[-1] < max_tokens:
+    if side == SIDE:
         largest = min(_blank(encoder, LARGEST_SIDE).tokens, max_tokens)
     kept, passing = (_on_line(sizes, [one[i] for one in measured], largest) for i in range(2))
     return EncodingMemory(kept, passing)
+
+
+def _side(encoder: LoadedEncoder, max_tokens: int) -> int | None:
+    """Return the side in pixels of the largest square image up to SIDE of at most ``max_tokens`` tokens.
+
+    None means that each image has more tokens, so that requests with images are refused."""
+    side = SIDE
+    while side >= LEAST_SIDE:
+        tokens = _blank(encoder, side).tokens
+        if tokens <= max_tokens:
+            return side
+        smaller = math.isqrt(side * side * max_tokens // tokens)
+        side = min(smaller, side - 1)
+    return None
 
 
 def _blank(encoder: LoadedEncoder, side: int) -> ImageValues:

@@ -8,7 +8,7 @@ import torch
 
 from minivllm.core.interfaces.encoder import ImageValues
 from minivllm.device.worker import build
-from minivllm.device.worker.encoder_memory import SIDES, EncodingMemory, encoding_memory
+from minivllm.device.worker.encoder_memory import EncodingMemory, encoding_memory
 
 PATCH = 32  # pixels along each side of a token
 KEPT, PASSING, FIXED = 100, 700, 5000  # bytes: for each token between two parts and within a part, and for any image
@@ -33,15 +33,16 @@ class Memory:
 
 
 class Encoder:
-    """Takes memory that grows with the tokens of an image.  ``most`` limits the tokens, as processors do."""
+    """Takes memory that grows with the tokens of an image.  ``least`` and ``most`` limit the tokens, as processors
+    do."""
 
-    def __init__(self, memory, most):
-        self.memory, self.most = memory, most
+    def __init__(self, memory, most, least=0):
+        self.memory, self.least, self.most = memory, least, most
         self.encoded = []
         self.plugin = self
 
     def prepare(self, image):
-        tokens = min(image.width * image.height // PATCH**2, self.most)
+        tokens = max(min(image.width * image.height // PATCH**2, self.most), self.least)
         return ImageValues(np.zeros(tokens, np.uint8), (1, 1, tokens), tokens)
 
     def parts(self, values, shape):
@@ -62,15 +63,31 @@ class Encoder:
 
 
 @pytest.mark.parametrize(
-    ("most", "max_tokens", "largest"),
-    [(10**6, 10**6, 128**2), (10**6, 5000, 5000), (10**6, 300, 300), (9000, 10**6, 9000)],
+    ("most", "max_tokens", "largest", "encoded"),
+    [
+        (10**6, 10**6, 128**2, [32**2, 64**2]),  # the largest image itself takes seconds
+        (10**6, 5000, 5000, [32**2, 64**2]),
+        (10**6, 3000, 3000, [749, 2997]),
+        (10**6, 300, 300, [74, 299]),
+        (9000, 10**6, 9000, [32**2, 64**2]),
+        (2000, 1500, 1500, [374, 1499]),  # larger images are made smaller, as processors do
+    ],
 )
-def test_the_memory_of_the_largest_image_is_reserved(most, max_tokens, largest):
+def test_the_memory_of_the_largest_image_is_reserved(most, max_tokens, largest, encoded):
+    """No image is encoded that has more tokens than a request may have."""
     memory = Memory()
     encoder = Encoder(memory, most)
     found = encoding_memory(encoder, CPU, max_tokens, memory)
     assert found == EncodingMemory(KEPT * largest + FIXED, PASSING * largest)
-    assert encoder.encoded == [(side // PATCH) ** 2 for side in SIDES]  # the largest image itself takes seconds
+    assert encoder.encoded == encoded
+
+
+@pytest.mark.parametrize(("least", "max_tokens"), [(64, 63), (64, 1), (9, 0)])
+def test_no_image_is_encoded_if_each_has_more_tokens_than_a_request_may_have(least, max_tokens):
+    memory = Memory()
+    encoder = Encoder(memory, 10**6, least)
+    assert encoding_memory(encoder, CPU, max_tokens, memory) == EncodingMemory()
+    assert not encoder.encoded
 
 
 def test_images_of_one_size_reserve_the_measured_memory():
