@@ -10,6 +10,7 @@ from __future__ import annotations
 import reprlib
 import sys
 from collections.abc import Iterable, Mapping
+from inspect import CO_VARARGS
 from typing import Any
 
 
@@ -201,14 +202,45 @@ def _external_names(parts: Mapping[str, Any]) -> str:
     return ", ".join(names)
 
 
+def from_signal(exc: BaseException) -> bool:
+    """Return whether a handler of a signal raised an exception, such as SystemExit at SIGTERM.
+
+    Python passes the interrupted frame, which is then the caller's, to a handler.  Its own handler of Ctrl-C has no
+    frame, so each KeyboardInterrupt counts."""
+    trace = exc.__traceback__
+    while trace is not None:
+        if _takes_caller(trace.tb_frame):
+            return True
+        trace = trace.tb_next
+    return isinstance(exc, KeyboardInterrupt)
+
+
+def _takes_caller(frame: Any) -> bool:
+    """Return whether an argument of a frame's function is the frame of its caller."""
+    code = frame.f_code
+    count = code.co_argcount
+    if code.co_flags & CO_VARARGS:
+        count += code.co_kwonlyargcount + 1
+    if count == 0 or frame.f_back is None:
+        return False
+    for name in code.co_varnames[:count]:
+        value = frame.f_locals.get(name)
+        if any(one is frame.f_back for one in (value if isinstance(value, tuple) else (value,))):
+            return True
+    return False
+
+
 def start_fault(exc: BaseException, parts: Mapping[str, Any]) -> PluginError | None:
     """Return a PluginError for an unexpected exception at the start of an engine with ``parts`` (seam -> plug-in).
 
     It names the external plug-in that raised the exception.  If there is none, it lists the external plug-ins, because
-    a wrong value of theirs may be the cause.  None for an engine without them, and for an error of minivllm.
+    a wrong value of theirs may be the cause.  None for an engine without them, for an error of minivllm, and for an
+    exception of a signal's handler.
     """
     if isinstance(exc, (MinivllmError, NotImplementedError)) or not _external_names(parts):
         return part_fault(exc)
+    if from_signal(exc):
+        return None
     return part_fault(exc) or PluginError(f"the engine did not start: {describe_step_error(exc, parts)}")
 
 
@@ -216,7 +248,7 @@ def part_fault(exc: BaseException) -> PluginError | None:
     """Return a PluginError for an unexpected exception that passed through an external plug-in, or None for other
     exceptions."""
     plugin = external_part(exc)
-    if not plugin or isinstance(exc, (MinivllmError, NotImplementedError)):
+    if not plugin or isinstance(exc, (MinivllmError, NotImplementedError)) or from_signal(exc):
         return None
     return PluginError(f"{plugin} failed: {describe_error(exc)}")
 

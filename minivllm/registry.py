@@ -18,7 +18,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import MinivllmError, OptionError, PluginError, describe_error, note_part, shown, suggest
+from minivllm.errors import (
+    MinivllmError,
+    OptionError,
+    PluginError,
+    describe_error,
+    from_signal,
+    note_part,
+    shown,
+    suggest,
+)
 from minivllm.registration.spec import (
     ANY,
     BY_NAME,
@@ -269,9 +278,9 @@ class Registry:
         spec = self.spec(entry)
         try:
             reasons = spec.refuse(request, self.kind)
-        except KeyboardInterrupt:
-            raise
         except BaseException as exc:  # SystemExit and Rust panics too, as for imports
+            if from_signal(exc):
+                raise
             raise PluginError(
                 f"{entry}: its spec raised an error while it was compared with the request: {describe_error(exc)}"
             ) from exc
@@ -494,9 +503,11 @@ def build_part(kind: str, part: Part, *context: Any) -> Any:
                 f"{label}: reads={shown(reads)} is a text: expected a frozenset of names, {{{shown(reads)}}}"
             )
         return plugin
-    except (MinivllmError, KeyboardInterrupt):
+    except MinivllmError:
         raise
     except BaseException as exc:  # SystemExit too, as for imports
+        if from_signal(exc):
+            raise
         raise PluginError(f"{label} could not be constructed: {describe_error(exc)}") from exc
 
 
@@ -518,9 +529,11 @@ def head_of(part: Part, files: Any, target: Any, cfg: Any) -> Any:
     try:
         options = model(**part.options) if model is not None else None
         return cls.head(options, files, target, cfg)
-    except (MinivllmError, KeyboardInterrupt):
+    except MinivllmError:
         raise
     except BaseException as exc:
+        if from_signal(exc):
+            raise
         raise PluginError(f"{label}: head() failed: {describe_error(exc)}") from exc
 
 

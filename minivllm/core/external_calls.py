@@ -2,8 +2,8 @@
 
 Calls of external code.  Whatever external code raises must end only the affected request or step, never the calling
 thread.  ``except Exception`` does not catch SystemExit, CancelledError, GeneratorExit, ``pytest.fail`` or
-KeyboardInterrupt, so ``call_foreign`` converts them into an ``Exception``.  A KeyboardInterrupt is also stored, and
-raised when the engine's current method ends (``alone``).
+KeyboardInterrupt, so ``call_foreign`` converts them into an ``Exception``.  A KeyboardInterrupt, or SystemExit from the
+handler of a signal, is also stored, and raised when the engine's current method ends (``alone``).
 
 Calls by external code.  External code must not call the engine during a step.  ``alone`` refuses such calls.
 """
@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from minivllm.errors import MinivllmError, RequestError, describe_error
+from minivllm.errors import MinivllmError, RequestError, describe_error, from_signal
 
-# In ``interrupt``, each thread stores a KeyboardInterrupt that it must raise later.
+# In ``interrupt``, each thread stores an exception of a signal's handler that it must raise later.
 _pending = threading.local()
 
 
@@ -27,9 +27,9 @@ class Contained(Exception):
 
 
 def contained(exc: BaseException) -> Exception:
-    """Return an ``Exception`` with the class name and text of ``exc``.  Store a KeyboardInterrupt, to be raised
-    later."""
-    if isinstance(exc, KeyboardInterrupt):
+    """Return an ``Exception`` with the class name and text of ``exc``.  Store an exception of a signal's handler, to be
+    raised later."""
+    if from_signal(exc):
         _pending.interrupt = exc
     cls: type[Contained] = type(type(exc).__name__, (Contained,), {})
     return cls(describe_error(exc).partition(": ")[2])
@@ -67,7 +67,7 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the method, and then raise a stored KeyboardInterrupt."""
+        """Run the method, and then raise a stored exception of a signal's handler."""
         refuse_within(self.within, name)
         self.within = name
         try:

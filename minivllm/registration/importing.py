@@ -18,10 +18,10 @@ import time
 import warnings
 from typing import Any
 
-from minivllm.errors import PluginError, describe_error, shown
+from minivllm.errors import PluginError, describe_error, from_signal, shown
 from minivllm.registration.fresh import command, import_target
 
-from .deadline import deadline, seconds
+from .deadline import TooSlow, deadline, seconds
 from .discovery import BUILTIN
 
 CAME_THROUGH = 77  # exit status of a child process whose import returned or raised an exception
@@ -44,10 +44,10 @@ def guarded_import(label: str, target: str, source: str) -> Any:
     try:
         with deadline(limit):
             return import_target(target)
-    except KeyboardInterrupt:
-        raise
     except BaseException as exc:
         # SystemExit and Rust panics too: a module must not end the engine without a message.
+        if from_signal(exc) and not isinstance(exc, TooSlow):
+            raise
         hint = _hint(exc, target, source)
         raise PluginError(f"{label} could not be imported{at}: {describe_error(exc)}{hint}") from exc
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,11 +13,13 @@ import time
 import pytest
 from plugin_helpers import install, spec_text
 
+from minivllm.core.external_calls import alone, call_foreign
 from minivllm.errors import PluginError
+from minivllm.plugins.evictor.fifo import Fifo
 from minivllm.registration import importing
 from minivllm.registration.importing import ends_process, guarded_import
-from minivllm.registration.spec import PluginQuery
-from minivllm.registry import Catalog
+from minivllm.registration.spec import Part, PluginQuery
+from minivllm.registry import Catalog, build_part
 
 ENDS = {
     "os._exit(0)": "ended the process with exit code 0",
@@ -111,3 +116,97 @@ def test_commands_end_with_4_and_name_it(tmp_path, command):
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 4, (done.returncode, done.stdout[-500:], done.stderr[-1500:])
     assert "deadly:Evil" in done.stderr and "ended the process with exit code 0" in done.stderr
+
+
+class TimeIsUp(Exception):
+    """The exception of an application's own handler of a signal."""
+
+
+def leave(number, frame):
+    """Restore the default, as handlers do so that a second signal ends the process, and raise SystemExit."""
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(128 + number)
+
+
+class Handlers:
+    def expire(self, number, *rest):
+        raise TimeIsUp
+
+    def __call__(self, *args):
+        sys.exit(7)
+
+
+HANDLERS = [
+    (leave, SystemExit),
+    (Handlers().expire, TimeIsUp),
+    (Handlers(), SystemExit),
+    (functools.partial(lambda code, number, frame: sys.exit(code), 3), SystemExit),
+    (signal.default_int_handler, KeyboardInterrupt),
+]
+
+
+@pytest.fixture(params=HANDLERS, ids=["function", "method", "object", "partial", "default"])
+def handled(request):
+    """Install a handler of SIGUSR1 that raises an exception, and return its class."""
+    before = signal.signal(signal.SIGUSR1, request.param[0])
+    yield request.param[1]
+    signal.signal(signal.SIGUSR1, before)
+
+
+KILL = "os.kill(os.getpid(), __import__('signal').SIGUSR1)"
+
+
+def test_the_exception_of_a_signal_handler_passes_through_an_import(module, monkeypatch, handled):
+    monkeypatch.setattr(importing, "on", False)  # the signal would end the trial
+    with pytest.raises(handled):
+        guarded_import("x", module(f"def go():\n    {KILL}\n    1\n\ngo()"), "acme 1.0")
+
+
+def test_the_exception_of_a_signal_handler_passes_through_the_check_of_a_spec(tmp_path, monkeypatch, handled):
+    monkeypatch.syspath_prepend(tmp_path)
+    check = f"import os\n\ndef check(query):\n    {KILL}\n    return []\n\n"
+    text = check + spec_text().replace('"for a test"', '"for a test", check=check')
+    install(
+        tmp_path, "acme", {"minivllm.evictor": {"bad": f"{tmp_path.name}_spec:S"}}, **{f"{tmp_path.name}_spec": text}
+    )
+    with pytest.raises(handled):
+        Catalog.discover(environ={})["evictor"].select(PluginQuery(), "acme/bad")
+
+
+class Killed(Fifo):
+    def __init__(self, *_):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_the_exception_of_a_signal_handler_passes_through_a_constructor(handled):
+    with pytest.raises(handled):
+        build_part("evictor", Part("acme/bad", f"{__name__}:Killed"))
+
+
+def test_the_exception_of_a_signal_handler_is_raised_after_a_call_of_external_code(handled):
+    """Only an ``Exception`` is the result of the call itself, as any other."""
+
+    class Engine:
+        within = ""
+
+        @alone
+        def step(self):
+            with contextlib.suppress(Exception):
+                call_foreign(os.kill, os.getpid(), signal.SIGUSR1)
+
+    raised = pytest.raises(handled) if handled is not TimeIsUp else contextlib.nullcontext()
+    with raised:
+        Engine().step()
+
+
+@pytest.mark.parametrize("text", ["import sys; sys.exit(4)", "raise KeyError(os)"])
+def test_what_a_module_raises_itself_is_an_error_with_the_plugins_name(module, text):
+    with pytest.raises(PluginError, match=r"evictor 'acme/bad' could not be imported"):
+        guarded_import("evictor 'acme/bad'", module(text), "acme 1.0")
+
+
+def test_a_late_import_is_an_error_although_a_signal_ends_it(module, monkeypatch):
+    monkeypatch.setenv("MINIVLLM_PLUGIN_TIMEOUT", "0.2")
+    monkeypatch.setattr(importing, "on", False)
+    with pytest.raises(PluginError, match="had not ended after"):
+        guarded_import("x", module("__import__('time').sleep(60)"), "acme 1.0")

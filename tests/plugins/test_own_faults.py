@@ -5,12 +5,15 @@ The message names the plug-in and its file, and the line of an exception.
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
 from cli_helpers import run_cli
 
-from minivllm.errors import PluginError, describe_error, external_part, part_fault, raised_at
+from minivllm import errors
+from minivllm.errors import PluginError, describe_error, external_part, part_fault, raised_at, start_fault
+from minivllm.registration.spec import Part
 
 BASES = {
     "scheduler": "scheduler.fcfs:Fcfs",
@@ -110,8 +113,6 @@ def test_a_fault_in_a_process_of_its_own_is_told_as_one_in_this_is(own, capsys):
 
 
 def test_of_several_parts_of_a_package_the_one_is_named_whose_method_an_exception_came_through(monkeypatch):
-    from minivllm import errors
-
     monkeypatch.setattr(errors, "_external", {})
     here: dict = {"__name__": "acme.parts"}
     exec("class A:\n    def f(self): g()\n\nclass B(A): ...\n\ndef g(): raise ValueError('x')", here)
@@ -137,3 +138,23 @@ def test_what_was_raised_on_purpose_or_elsewhere_is_no_fault_of_a_part():
     with pytest.raises(KeyError) as caught:
         {}["a"]
     assert part_fault(caught.value) is None and describe_error(caught.value) == "KeyError: 'a'"
+
+
+def test_the_exception_of_a_signal_handler_in_external_code_is_no_fault_of_a_part(monkeypatch):
+    def expire(number, frame):
+        raise TimeoutError("the application's")
+
+    monkeypatch.setattr(errors, "_external", {})
+    here: dict = {"__name__": "acme.parts"}
+    exec("import signal\n\nclass A:\n    def f(self): signal.raise_signal(signal.SIGUSR1)", here)
+    errors.note_part("evictor acme/a", here["A"])
+    parts = {"evictor": Part("acme/a", "acme.parts:A")}
+    before = signal.signal(signal.SIGUSR1, expire)
+    try:
+        with pytest.raises(TimeoutError, match="the application's") as caught:
+            here["A"]().f()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert external_part(caught.value) == "evictor acme/a"
+    assert part_fault(caught.value) is None and start_fault(caught.value, parts) is None
+    assert start_fault(TimeoutError("of a part"), parts) is not None

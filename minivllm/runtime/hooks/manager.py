@@ -17,7 +17,7 @@ import pluggy
 
 from minivllm.core import checks
 from minivllm.core.timing import SeamTimes
-from minivllm.errors import MinivllmError, PluginError, describe_error, suggest
+from minivllm.errors import MinivllmError, PluginError, describe_error, from_signal, suggest
 from minivllm.registration.discovery import BUILTIN, LOCAL
 from minivllm.registration.importing import guarded_import
 from minivllm.registry import build_part
@@ -130,9 +130,11 @@ class HookManager:
         """Call a plug-in and raise its errors, as PluginError unless they are errors of minivllm."""
         try:
             return call.function(*[values[a] for a in call.takes])
-        except (MinivllmError, KeyboardInterrupt):
+        except MinivllmError:
             raise
         except BaseException as exc:
+            if from_signal(exc):
+                raise
             raise PluginError(f"{call.member} failed in {call.hook}: {describe_error(exc)}") from exc
 
     def first_result(self, name: str, **values: Any) -> tuple[str, Any] | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from minivllm.core.interfaces.grammar import Compiled, GrammarContext, GrammarSource
 from minivllm.core.interfaces.structured import NAME
-from minivllm.errors import MinivllmError, RequestError, describe_error, shown
+from minivllm.errors import MinivllmError, RequestError, describe_error, from_signal, shown
 from minivllm.registry import build_part
 from minivllm.runtime.tenant_cache import Salt, TenantCache
 
@@ -172,9 +172,9 @@ class Grammars:
             raise RequestError(refusal, field) from None
         except MinivllmError as e:
             raise RequestError(f"{NAME}: {e}", NAME) from e
-        except KeyboardInterrupt:
-            raise
         except BaseException as e:  # BaseException, because SystemExit must not end the thread that compiles
+            if from_signal(e):
+                raise
             raise RequestError(f"{NAME}: {self.part.name} failed: {describe_error(e)}", NAME) from e
         with self._lock:  # running sequences keep their grammars even if the cache drops them
             self._kept.put(salt, source, made, max(made.nbytes, len(source.text)))
