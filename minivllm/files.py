@@ -99,7 +99,7 @@ def _drained(pipe: int, most: int) -> bytes:
 
 
 def read_lines(path: Name, most: int = LARGE, error: Error = ConfigError, name: str = "") -> Iterator[str]:
-    """Yield the lines of a UTF-8 file with their line ends."""
+    """Yield the lines of a UTF-8 file with their line ends, without a byte order mark at the beginning of the file."""
     with opened(path, most, error, name) as file:
         at = _name(name or path)
         for number in range(1, most):
@@ -109,7 +109,7 @@ def read_lines(path: Name, most: int = LARGE, error: Error = ConfigError, name: 
             if len(line) > LONGEST:
                 raise error(f"{at}:{number}: a line of more than {LONGEST // MIB} MiB; expected shorter lines")
             try:
-                yield line.decode("utf-8")
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as exc:
                 raise error(f"{at}:{number}: not UTF-8 (byte {exc.start} of the line); save it as UTF-8") from None
 

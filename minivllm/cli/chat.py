@@ -206,11 +206,8 @@ def server_of(args: argparse.Namespace) -> Server:
     key = args.api_key or os.environ.get("MINIVLLM_API_KEY") or os.environ.get("OPENAI_API_KEY") or ""
     sampling = {name: getattr(args, name) for name in (*KINDS, "stop") if getattr(args, name) is not None}
     if args.json_schema is not None:
-        text = files.read_given(args.json_schema, name=f"--json-schema: {args.json_schema}")
-        try:
-            schema = json.loads(text)
-        except ValueError as exc:
-            raise ConfigError(f"--json-schema {args.json_schema}: expected JSON: {exc}") from None
+        name = f"--json-schema: {args.json_schema}"
+        schema = files.parse_json(files.read_given(args.json_schema, name=name), name)
         sampling["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     return Server(args.url, key, args.model, sampling, view_of(args.plain))
 

@@ -10,6 +10,7 @@ the ASGI application.  Lines are read as they are needed, and a result is writte
 from __future__ import annotations
 
 import asyncio
+import codecs
 import itertools
 import json
 import logging
@@ -131,11 +132,15 @@ def read_request(text: bytes, line: int, seen: dict[str, int]) -> BatchRequest:
 
 
 def lines_of(source: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not empty, with their numbers from 1.  A longer line than ``LONGEST`` is cut."""
+    """Yield the lines that are not empty, with their numbers from 1.
+
+    A longer line than ``LONGEST`` is cut.  A byte order mark at the beginning is left out."""
     for number in itertools.count(1):
         text = source.readline(LONGEST + 1)
         if not text:
             return
+        if number == 1:
+            text = text.removeprefix(codecs.BOM_UTF8)
         while len(text) > LONGEST and not text.endswith(b"\n"):
             rest = source.readline(LONGEST)
             if not rest or rest.endswith(b"\n"):

@@ -1,6 +1,8 @@
 """Files that a user names: each is a regular file of bounded size, or refused by name before anybody waits for it."""
 
+import codecs
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -20,6 +22,7 @@ from minivllm.errors import ConfigError, MinivllmError, ModelError
 from minivllm.frontend.record import bill
 from minivllm.lab.traces.read import read_trace
 from minivllm.runtime.text.tokenizer import load_tokenizer
+from minivllm.server.batch import lines_of
 from minivllm.server.http.auth import read_keys
 from minivllm.testing.cli import _known as known_failures
 
@@ -123,6 +126,10 @@ def test_a_schema_of_another_kind_is_refused_on_the_command_line(tmp_path, capsy
     for path in (tmp_path, "/dev/zero", "/proc/self/mem"):
         assert main(["generate", "hi", "--json-schema", str(path)]) == 2
         assert "--json-schema" in (reported := capsys.readouterr().err) and "bug" not in reported
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 200_000)
+    assert main(["chat", "--url", "http://127.0.0.1:9", "--json-schema", str(deep)]) == 2
+    assert "fewer levels" in (reported := capsys.readouterr().err) and "bug" not in reported
 
 
 @contextlib.contextmanager
@@ -305,6 +312,15 @@ def test_a_line_without_an_end_is_refused_while_it_is_read(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"a\n" + b"x" * (files.LONGEST + 1))
     with pytest.raises(ConfigError, match=r"a.jsonl:2: a line of more than 16 MiB"):
         list(files.read_lines(tmp_path / "a.jsonl"))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    for name, text in (("prompts.txt", "one\r\n\ufefftwo\r\n"), ("prompts.jsonl", '"one"\r\n"\ufefftwo"\r\n')):
+        path = tmp_path / name
+        path.write_bytes(codecs.BOM_UTF8 + text.encode())
+        assert read_prompts(str(path)) == ["one", "\ufefftwo"]
+    numbered = lines_of(io.BytesIO(codecs.BOM_UTF8 + b"\r\n" + codecs.BOM_UTF8 + b"{}\r\n"))
+    assert list(numbered) == [(2, codecs.BOM_UTF8 + b"{}\r\n")]
 
 
 def test_a_file_of_proc_that_says_it_is_empty_is_bounded_too():

@@ -98,7 +98,7 @@ def names_trace(source: str) -> bool:
         return True
     try:
         first = next((line for line in files.read_lines(source) if line.strip()), "")
-        value = json.loads(first.removeprefix("\ufeff"))
+        value = json.loads(first)
     except (ConfigError, ValueError, RecursionError):  # the reader of prompts reports the error with its line
         return False
     return isinstance(value, Mapping) and "prompt" not in value and "hash_ids" in value

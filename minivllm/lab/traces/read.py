@@ -41,7 +41,7 @@ def read_trace(source: str) -> Trace:
         raise ConfigError(f"{brief(source, 300)}: {ACCEPTED}")
     try:
         lines = files.read_lines(path, files.HUGE)
-        head = [line.removeprefix("\ufeff") for line in itertools.islice(lines, 1)]
+        head = list(itertools.islice(lines, 1))
         read = _choose_reader(source, path, head[0] if head else "")
         return read(source, itertools.chain(head, lines))
     except csv.Error as e:
