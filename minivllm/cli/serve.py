@@ -230,7 +230,7 @@ def _origins(values: list[str]) -> list[str]:
         return values
     try:
         return json.loads(values[0])
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         text = values[0][:80]
         raise ConfigError(f"--allowed-origins {text}: expected URLs, or a JSON list of them: {exc}") from None
 

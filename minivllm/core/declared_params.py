@@ -82,6 +82,11 @@ def readers(name: str) -> list[str]:
     return list(dict.fromkeys(plugins))
 
 
+def of_processor(name: str) -> bool:
+    """Return whether a known processor declares the request parameter."""
+    return any(plugin.startswith("processor ") for plugin in readers(name))
+
+
 def everything() -> dict[str, Declaration]:
     """Return all declared parameters by name, the built-in ones first."""
     # A merge keeps the first position of a key and its last value.

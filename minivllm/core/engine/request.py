@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from minivllm.core import declared_params
 from minivllm.core.interfaces.plan import LogProbs
 
 from .scores import Scores, TokenLogprobs
@@ -124,7 +125,8 @@ class Seq:
     def contradiction(self) -> tuple[str, str] | None:
         """Return the error of a request whose own fields left no token to draw, and one of these fields.
 
-        Return None for a request with fewer than two fields that exclude tokens."""
+        The fields include parameters of processors, if fewer than two others exclude tokens.  Return None for a
+        request with fewer than two fields."""
         params = self.request.params
         fields = {
             "structured_outputs": self.request.grammar,
@@ -133,6 +135,8 @@ class Seq:
             "bad_words": params.bad_words or None,
         }
         names = [name for name, value in fields.items() if value is not None]
+        if len(names) < 2:
+            names += [name for name in params.extra if declared_params.of_processor(name)]
         if len(names) < 2:
             return None
         listed = f"{', '.join(names[:-1])} and {names[-1]}"

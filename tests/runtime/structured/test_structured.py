@@ -204,6 +204,14 @@ def test_fields_that_exclude_every_token_together_are_named(llm):
             "structured_outputs and allowed_token_ids",
         ),
         ({"bad_words": ["b"], "allowed_token_ids": ids}, "allowed_token_ids and bad_words"),
+        (
+            {"structured_outputs": {"regex": "b{4}"}, "no_repeat_ngram_size": 1},
+            "structured_outputs and no_repeat_ngram_size",
+        ),
+        (
+            {"allowed_token_ids": ids, "thinking_token_budget": 0, "thinking_tags": {"start": "b", "end": "c"}},
+            "allowed_token_ids, thinking_token_budget and thinking_tags",
+        ),
     ):
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, **fields)
         output = llm.generate("Once", params, use_tqdm=False)[0]
