@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from minivllm.errors import ConfigError, MinivllmError, brief, shown
+from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown
 from minivllm.validation import lone_escape, whole
 
 MIB = 1 << 20
@@ -216,6 +216,14 @@ def check_output(path: Name, error: Error = ConfigError, name: str = "") -> None
         raise error(f"{at}: holds a null character; no file has that name") from None
     except OSError as exc:
         raise error(f"{at}: {exc.strerror or exc}") from None
+
+
+def write_text(path: Name, text: str) -> None:
+    """Write a UTF-8 file.  ResourceError if that fails, for example because the disk is full."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise ResourceError(f"{_name(path)}: cannot be written: {exc.strerror or exc}") from None
 
 
 def is_there(path: Name) -> bool:

@@ -9,9 +9,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import minivllm
@@ -19,7 +18,7 @@ from minivllm import files
 from minivllm.cli import record as recording
 from minivllm.cli.answer_views import Answered, PlainView, for_output
 from minivllm.cli.common import SAMPLING, load, open_llm, report
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, shown, suggest
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, ResourceError, shown, suggest
 from minivllm.validation import is_text
 
 if TYPE_CHECKING:
@@ -139,6 +138,23 @@ def read_stdin(read: Callable[[int], str]) -> str:
     return text
 
 
+def _write_results(path: str | None, prompts: Sequence[Any] | None, outputs: Sequence[Any]) -> None:
+    """Write a JSON line for each output of ``minivllm run`` to a file, or to standard output if the path is empty.
+
+    ResourceError if the file cannot be written; the results then go to standard output."""
+    prompts = prompts or [o.prompt if o.prompt is not None else o.prompt_token_ids for o in outputs]
+    results = [result(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in results)
+    try:
+        if path:
+            files.write_text(path, text)
+    except ResourceError as exc:
+        sys.stdout.write(text)
+        raise ResourceError(f"{exc}; the results are on standard output") from None
+    if not path:
+        sys.stdout.write(text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Run ``minivllm run`` and return its exit code: 1 if a request failed, 7 if the engine ended."""
     loaded = load(args, [args.file])
@@ -160,13 +176,8 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.perf_counter() - start
         dead = llm.engine.dead is not None
         now = llm.bill_of_materials() if record is not None else {}
-    prompts = loaded.run.prompts or [o.prompt if o.prompt is not None else o.prompt_token_ids for o in outputs]
-    results = [result(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in results)
-    if path:
-        Path(path).write_text(text, encoding="utf-8")
-    else:
-        sys.stdout.write(text)
+        # before the record, which is written when the LLM is closed
+        _write_results(path, loaded.run.prompts, outputs)
     tokens = sum(len(sequence.token_ids) for output in outputs for sequence in output.outputs)
     where = path or "standard output"
     print(f"{len(outputs)} results to {where}: {tokens} tokens in {seconds:.1f} s", file=sys.stderr)

@@ -10,12 +10,11 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
 from minivllm.cli.common import add_switch, load
-from minivllm.errors import ConfigError, PluginError
+from minivllm.errors import PluginError
 
 if TYPE_CHECKING:
     from minivllm.config.show import ShownValue
@@ -103,10 +102,7 @@ def schema(args: argparse.Namespace) -> int:
         sys.stdout.write(text)
         return 0
     files.check_output(args.output)
-    try:
-        Path(args.output).write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise ConfigError(f"{args.output}: {exc.strerror}") from None
+    files.write_text(args.output, text)
     path = os.path.join(".", args.output)  # ``join`` keeps an absolute path unchanged
     print(f"written; the first line of a TOML file beside it names it: #:schema {path}", file=sys.stderr)
     return 0

@@ -42,7 +42,7 @@ def report(args: argparse.Namespace) -> int:
     if ending in plot.FORMATS:
         return draw([chart for path, result in results for chart in reports.charts_of(path, result)], args.output)
     files.check_output(args.output)
-    Path(args.output).write_text(reports.page(results), encoding="utf-8")
+    files.write_text(args.output, reports.page(results))
     print(f"{len(results)} results in {args.output}")
     return 0
 

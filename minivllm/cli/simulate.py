@@ -86,9 +86,7 @@ def calibrate(args: argparse.Namespace) -> int:
             "versions": versions(),
         }
         table = measuring.calibrate(llm.engine, about, args.seconds, report)
-    with open(args.output, "w", encoding="utf-8") as file:
-        json.dump(replace(table, watts=watts).as_json(), file, indent=1)
-        file.write("\n")
+    files.write_text(args.output, json.dumps(replace(table, watts=watts).as_json(), indent=1) + "\n")
     print(fit_table(table.fit))
     print(f"costs of steps to {args.output}")
     if warning := uncertainty.error_of(table).warning(args.output):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
 import itertools
 import json
 import logging
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from minivllm import files
-from minivllm.errors import ConfigError, EngineDeadError, shown
+from minivllm.errors import ConfigError, EngineDeadError, ResourceError, shown
 
 from . import logs
 from .app import Application
@@ -158,7 +159,8 @@ class Results:
         self.tally = Tally()
         if paths.resume and os.path.exists(paths.target):
             self._read(paths.target)
-        self._file = open(paths.target, "ab")  # noqa: SIM115  (closed by ``close``)
+        self._file = open(paths.target, "ab", buffering=0)  # noqa: SIM115  (closed by ``close``)
+        self._name = paths.target
 
     def _read(self, target: Path) -> None:
         """Read the results of an earlier run, and remove a last line that is not complete.  ConfigError for any other
@@ -184,11 +186,22 @@ class Results:
             file.truncate(end)
 
     def add(self, custom_id: str | None, name: str, response: bytes, error: Any = None) -> None:
-        """Write a result.  ``name`` is the id of its request, and ``response`` the JSON of the response."""
+        """Write a result.  ``name`` is the id of its request, and ``response`` the JSON of the response.
+
+        ResourceError if it cannot be written; no part of it then stays in the file."""
         head = json.dumps({"id": f"batch_req_{name}", "custom_id": custom_id})
         tail = json.dumps({"error": error})
-        self._file.write(head[:-1].encode() + b', "response": ' + response + b", " + tail[1:].encode() + b"\n")
-        self._file.flush()
+        line = head[:-1].encode() + b', "response": ' + response + b", " + tail[1:].encode() + b"\n"
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) == len(line):
+                return
+            why = "the disk is full"
+        except OSError as exc:
+            why = exc.strerror or str(exc)
+        with contextlib.suppress(OSError):
+            self._file.truncate(end)
+        raise ResourceError(f"{self._name}: a result cannot be written: {why}; make room, then continue with --resume")
 
     def add_answer(self, request: BatchRequest, status: int, name: str, body: bytes) -> None:
         """Write the answer to a request."""
@@ -291,8 +304,9 @@ class Batch:
         """Wait until at most ``most`` requests run.  Raise the error of a request that failed."""
         while len(self._tasks) > most:
             ended, self._tasks = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                task.result()
+            failed = [task.exception() for task in ended]  # of all, because asyncio logs an exception that nobody reads
+            if error := next(filter(None, failed), None):
+                raise error
 
     async def _one(self, request: BatchRequest) -> None:
         """Send a request until it is not refused for lack of room, and write its answer."""

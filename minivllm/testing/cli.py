@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
@@ -259,4 +258,4 @@ def _write(args: argparse.Namespace, outcomes: Sequence[Outcome], verdicts: Mapp
     report["outcomes"] = [asdict(outcome) for outcome in outcomes]
     report["verdicts"] = {f"{seam} {plugin}": found for (seam, plugin), found in verdicts.items()}
     content = json.dumps(report, indent=1) + "\n"
-    Path(args.json).write_text(content, encoding="utf-8")
+    files.write_text(args.json, content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from minivllm.cli import main
+from minivllm.server import batch
 from minivllm.server.app import ROUTES
 from minivllm.server.batch import URLS, LineError, lines_of, read_request
 
@@ -235,3 +237,44 @@ def test_wrong_flags(tmp_path, monkeypatch, capsys, flags, text):
     assert main(["run-batch", *flags]) == 2
     assert text in capsys.readouterr().err
     assert (tmp_path / "other.jsonl").read_text() == '{"a": 1}\n'
+
+
+class FullDisk:
+    """A file that takes a number of bytes and then as much of a line as there is room for, like a full disk."""
+
+    def __init__(self, file, room):
+        self._file, self.room = file, room
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def write(self, line):
+        wrote = self._file.write(line[: self.room])
+        if not wrote:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= wrote
+        return wrote
+
+
+@pytest.mark.parametrize("room", [1000, 0])
+def test_a_result_that_the_disk_cannot_hold_ends_the_batch_and_resume_continues_it(tmp_path, monkeypatch, capfd, room):
+    out = tmp_path / "out.jsonl"
+    source = write(
+        tmp_path / "in.jsonl", [line(str(i), COMPLETION, {"prompt": "a", "max_tokens": 1}) for i in range(12)]
+    )
+    command = ["run-batch", "pocket", "-i", source, "-o", str(out), *ENGINE]
+    real = open
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            batch,
+            "open",
+            lambda *args, **more: FullDisk(real(*args, **more), room) if "ab" in args else real(*args, **more),
+            raising=False,
+        )
+        assert main(command) == 5
+    reported = capfd.readouterr().err
+    assert f"{out}: a result cannot be written" in reported and "--resume" in reported and "Traceback" not in reported
+    some = results(out)[1]
+    assert len(some) < 12 and bool(some) == bool(room)
+    assert main([*command, "--resume"]) == 0
+    assert set(results(out)[0]) == {str(i) for i in range(12)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -430,3 +431,27 @@ def test_several_samples_are_printed_one_after_another(capsys):
     args = ("generate", "Once upon a time", "--set", "sampling.n=2", "--max-tokens", "4", *SMALL)
     code, out, _ = run_cli(capsys, *args)
     assert code == 0 and re.match(r"\[1\] .*\n\[2\] .*", out, re.S)
+
+
+@pocket
+def test_results_that_a_full_disk_cannot_hold_go_to_standard_output(tmp_path, capsys):
+    prompts = '[run]\noutput = "/dev/full"\nprompts = ["Once", "There"]\n'
+    (tmp_path / "exp.toml").write_text(f'model = "pocket"\n{prompts}[sampling]\nmax_tokens = 2\ntemperature = 0\n')
+    code, out, err = run_cli(capsys, "run", str(tmp_path / "exp.toml"), *SMALL)
+    assert code == 5
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["Once", "There"]
+    assert "/dev/full: cannot be written: No space left on device; the results are on standard" in err
+
+
+@pocket
+def test_a_record_that_cannot_be_written_does_not_take_the_results_along(tmp_path, capsys, monkeypatch):
+    (tmp_path / "exp.toml").write_text('model = "pocket"\n[run]\nprompts = ["Once"]\n[sampling]\nmax_tokens = 2\n')
+
+    def full(self, *args, **more):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    record = ["--record", str(tmp_path / "record.json")]
+    code, out, err = run_cli(capsys, "run", str(tmp_path / "exp.toml"), *SMALL, *record)
+    assert code == 2
+    assert json.loads(out)["prompt"] == "Once" and "the record cannot be written" in err
