@@ -274,15 +274,13 @@ def test_programs_that_share_a_row_give_the_bits_of_one_program(case, monkeypatc
     assert not torch.equal(attention(spec, rows, cache, sinks, None)[0], whole), "no power: parts do not matter"
 
 
-@pytest.mark.parametrize("case", ["plain", "window", "scaled"])
+@pytest.mark.parametrize("case", ["plain", "window"])
 def test_tiles_of_few_lines_are_used_only_if_they_have_the_bits_of_other_tiles(case, monkeypatch):
     monkeypatch.setattr(triton_fixed_check, "PROGRAMS", 3)
     monkeypatch.setattr(triton_fixed, "PROGRAMS", 12)
     spec = AttnSpec(4, 2, 16, 16, window=100 if case == "window" else None, sinks=case == "window")
     heads = (16, 2, 16)
-    tensors = {name: TensorSpec(heads, "int8" if case == "scaled" else "float32") for name in "kv"}
-    if case == "scaled":
-        tensors |= {name: TensorSpec(heads[:2], "float32") for name in ("k_scale", "v_scale")}
+    tensors = {name: TensorSpec(heads, "float32") for name in "kv"}
     monkeypatch.setattr(triton_fixed_check, "AGREED", {})
     given = (spec, torch.float32, KVLayout(16, tensors), 64, torch.device("cpu"))
     calls = []
@@ -304,6 +302,15 @@ def test_tiles_of_few_lines_are_used_only_if_they_have_the_bits_of_other_tiles(c
     assert triton_fixed_check.short_lines_agree(*given) == (case != "plain") and len(calls) == 4  # remembered
     wide = AttnSpec(64, 1, 16, 16)
     assert not triton_fixed_check.short_lines_agree(wide, *given[1:]) and len(calls) == 4
+
+
+@pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", "bfloat16"])
+def test_a_cache_in_another_dtype_than_the_queries_has_no_tiles_of_few_lines(stored, monkeypatch):
+    monkeypatch.setattr(triton_fixed_check, "attend", lambda *_, **more: pytest.fail("compared"))
+    spec, heads = AttnSpec(4, 2, 16, 16), (16, 2, 16)
+    scales = {name: TensorSpec(heads[:2], "float32") for name in ("k_scale", "v_scale")}
+    layout = KVLayout(16, {name: TensorSpec(heads, stored) for name in "kv"} | scales)
+    assert not triton_fixed_check.short_lines_agree(spec, torch.float16, layout, 64, torch.device("cpu"))
 
 
 def test_sums_of_long_rows_stay_below_the_limit_of_memory():

@@ -1,7 +1,12 @@
 """Compare tiles of few lines with the usual tiles of ``triton_fixed`` on this device before an engine uses them.
 
-Tiles of 64 lines use other instructions of a Hopper's tensor cores than tiles of 16 lines.  Both must give the same
-bits, because a decoded token has the bits of the same token in a prompt (``batch_invariant``).
+Tiles of 64 lines use other instructions of a Hopper's tensor cores (``wgmma``) than tiles of 16 lines (``mma``).  Both
+must give the same bits, because a decoded token has the bits of the same token in a prompt (``batch_invariant``).
+
+Both instructions add 16 products at a time.  If the cache has the dtype of the queries, the order is the same.  If keys
+and values are converted in registers, Triton permutes the operands of ``mma``, so that a thread loads four adjacent
+bytes (``kWidth = 4`` in the compiler's output).  In float16 about one output in 1,000 differed then on an H200, which
+is too few for a comparison of samples.  So caches in another dtype have no tiles of few lines.
 """
 
 from __future__ import annotations
@@ -29,9 +34,11 @@ AGREED: dict[tuple[Any, ...], bool] = {}  # earlier results in this process, by 
 def short_lines_agree(spec: AttnSpec, dtype: torch.dtype, layout: KVLayout, lines: int, device: torch.device) -> bool:
     """Return whether tiles of ``short_lines`` give the bits of tiles with ``lines`` lines for layers of this shape.
 
-    ``dtype`` is that of queries, and ``layout`` has the tensors of the cache.  The call waits for the device.  In a
-    rehearsal nothing is computed or remembered, and the result is True; the kernels of both tiles are compiled then."""
-    if short_lines(spec) >= lines:
+    ``dtype`` is that of queries, and ``layout`` has the tensors of the cache.  The result is False if the cache has
+    another dtype.  The call waits for the device.  In a rehearsal nothing is computed or remembered, and the result is
+    True; the kernels of both tiles are compiled then.
+    """
+    if short_lines(spec) >= lines or _converted(layout, dtype):
         return False
     stored = tuple((name, one.shape, one.dtype) for name, one in layout.tensors.items())
     key = (spec, dtype, stored, layout.block, lines, device)
@@ -43,6 +50,12 @@ def short_lines_agree(spec: AttnSpec, dtype: torch.dtype, layout: KVLayout, line
         with torch.inference_mode():
             AGREED[key] = _equal(spec, dtype, layout, lines, device)
     return AGREED[key]
+
+
+def _converted(layout: KVLayout, dtype: torch.dtype) -> bool:
+    """Return whether keys or values are stored in another dtype than that of the queries."""
+    stored = {one.dtype for name, one in layout.tensors.items() if name in ("k", "v")}
+    return stored != {str(dtype).removeprefix("torch.")}
 
 
 def _equal(spec: AttnSpec, dtype: torch.dtype, layout: KVLayout, lines: int, device: torch.device) -> bool:

@@ -199,6 +199,23 @@ def test_engines_in_threads_of_one_process_capture_side_by_side(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "dtype, kv_format", [("float16", "int8"), ("float16", "fp8"), ("float16", "auto"), ("bfloat16", "int8")]
+)
+def test_invariant_bits_with_any_cache_depend_on_neither_the_block_size_nor_the_other_rows(dtype, kv_format):
+    items = prompts(2000, (45, 35, 7, 60, 100, 33))
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=3, detokenize=False)
+    sizes = dict(max_model_len=256, num_kvcache_blocks=150, gpu_memory_utilization=0.1)
+    base = dict(model="pocket", dtype=dtype, kv_format=kv_format, batch_invariant=True, **sizes)
+    found = []
+    for size, budget, alone in ((32, 1024, True), (16, 16, False), (64, 64, False)):
+        with LLM(**base, enable_prefix_caching=False, kvcache_block_size=size, max_num_batched_tokens=budget) as llm:
+            asks = [[item] for item in items] if alone else [items]
+            answers = [answer for ask in asks for answer in llm.generate(ask, params, use_tqdm=False)]
+            found.append([[{i: p.logprob for i, p in step.items()} for step in a.outputs[0].logprobs] for a in answers])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
     "options",
     [{}, {"run_ahead": 0}, {"run_ahead": 3}, {"num_kvcache_blocks": 14}, {"graph": "off"}, {"fuse": False}],
     ids=str,
