@@ -319,6 +319,7 @@ class AsyncLLM(FrontDoor):
         try:
             self.engine.stop()
         finally:
+            self._end_exclusion()
             self._recorder.close()
 
     async def __aenter__(self) -> AsyncLLM:

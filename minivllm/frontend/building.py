@@ -47,7 +47,7 @@ def build_engine(loaded: Loaded, live: bool = False) -> Built:
     early.open_driver(config.device, context=local and "torch" not in sys.modules)
     parts: dict[str, Part] = {}
     try:
-        with times.of("engine"), uncollected(live):
+        with times.of("engine"), uncollected():
             engine, resolved, tokenizer = _build(loaded, live, times, parts)
     except Exception as exc:
         fault = start_fault(exc, parts)
@@ -59,17 +59,14 @@ def build_engine(loaded: Loaded, live: bool = False) -> Built:
 
 
 @contextlib.contextmanager
-def uncollected(live: bool) -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Pause the automatic garbage collection of the process, which takes some tenths of a second of a start.
 
-    Without ``live`` (a server) all garbage is collected at the end, so that the first requests need not wait for a
-    collection of all loaded modules.  A server collects it once it is ready."""
+    The caller collects the garbage once the engine is ready."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        if enabled and not live:
-            gc.collect()
     finally:
         if enabled:
             gc.enable()

@@ -100,6 +100,7 @@ class FrontDoor:
         from minivllm.frontend.record.recorder import RunRecorder
 
         from .building import build_engine, image_reader
+        from .garbage import exclude_present
 
         self.config = self._loaded.engine
         self._recorder = RunRecorder(self._loaded, record)
@@ -114,6 +115,7 @@ class FrontDoor:
             self._files = FileDecoder()
             self.images.decode = self._files.decode
         self._recorder.begin(self.resolved, self.engine)
+        self._end_exclusion = exclude_present(self)
 
     def _close_pool(self) -> None:
         """End the threads and processes that convert text and decode images."""

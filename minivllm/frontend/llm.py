@@ -497,6 +497,7 @@ class LLM(FrontDoor):
         try:
             self.engine.stop()
         finally:
+            self._end_exclusion()
             self._recorder.close()
 
     def __enter__(self) -> LLM:
