@@ -143,10 +143,17 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
     with times.of("config"):
         cfg = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).hf_config()
     fmt = build_part("kvformat", wiring.parts["kvformat"])
+    rehearsals = Rehearsals(wiring, times, device, has_kernels(wiring))  # its processes start beside the weights
+    with rehearsals.needed():
+        return _build(wiring, ranks, cfg, fmt, rehearsals)
+
+
+def _build(wiring: Wiring, ranks: Any, cfg: Any, fmt: KVFormat, rehearsals: Rehearsals) -> Worker:
+    """Return the worker of ``build_worker``.  ``cfg`` is the config object of the served model."""
+    device, times = rehearsals.device, rehearsals.times
     with times.of("weights"):
         model, parts, notes = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.cache.groups, ranks)
     processors = make_processors(wiring, cfg.vocab_size)
-    rehearsals = Rehearsals(wiring, times, device, has_kernels(wiring))
     worker = Worker(
         device=device,
         model=model,
@@ -167,7 +174,7 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
         _load_others(worker, wiring, cfg, fmt)
     if parts.states:
         worker.states = _take_states(worker, wiring, parts)
-    with times.of("KV cache"), rehearsals.needed():
+    with times.of("KV cache"):
         _take_cache(worker, wiring, parts, fmt)
     return worker
 
@@ -363,7 +370,8 @@ def _load(
 
 
 def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> None:
-    if wiring.cache.num_kvcache_blocks == 0 and not worker.own_models and worker.target_states is None:
+    measured = wiring.cache.num_kvcache_blocks <= 0  # as many blocks as the memory beside a trial step allows
+    if measured and not worker.own_models and worker.target_states is None:
         # threads compile the kernels of the trial step while the attention back end tries its own kernels
         worker.rehearsals.begin(partial(_early_step, worker, wiring, fmt))
     layouts = layouts_of(worker.backend, parts.layers, fmt, wiring.block)
@@ -377,13 +385,13 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> 
         worker.block_bytes[0] += worker.target_states.layout.bytes
         layouts.append(worker.target_states.layout)
     windows = [parts.layers[group[0]].spec.window for group in worker.groups]
-    if wiring.cache.num_kvcache_blocks > 0:
-        blocks = [wiring.cache.num_kvcache_blocks + 1] * len(worker.groups)
-    else:
+    if measured:
         budget = _budget(worker, wiring, parts, layouts)
         blocks = _fit(worker, wiring, budget, windows)
         if parts.group is not None:
             blocks = parts.group.least(blocks)
+    else:
+        blocks = [wiring.cache.num_kvcache_blocks + 1] * len(worker.groups)
     try:
         _allocate(worker, parts, layouts, blocks)
     except (RuntimeError, MemoryError) as e:

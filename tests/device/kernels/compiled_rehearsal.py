@@ -111,10 +111,16 @@ def main(folder: Path) -> None:
     made = []
 
     class Ahead(ahead.CompileAhead):
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
             self.names = set()
+            self.rehearsed = []
             made.append(self)
+
+        def rehearse(self, run):
+            found = super().rehearse(run)
+            self.rehearsed.append((run, set(self.names)))
+            return found
 
         def _queue(self, function, key, compile_it):
             self.last = function._fn_name.rpartition(".")[2]
@@ -135,7 +141,7 @@ def main(folder: Path) -> None:
     graphs.Graphs._draw_once = lambda self, variant: None  # type: ignore[method-assign]
     shape = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     tiny_dir(folder, "qwen3", vocab_size=1024, num_hidden_layers=5, **shape)
-    options = dict(skip_tokenizer_init=True, dtype="bfloat16", device="cpu", num_kvcache_blocks=60, max_model_len=256)
+    options = dict(skip_tokenizer_init=True, dtype="bfloat16", device="cpu", max_model_len=256)
     options |= dict(
         attention={"name": "__main__:OnCpu", "options": {"shared_prefixes": "always"}},
         allow_targets=["__main__"],
@@ -147,6 +153,9 @@ def main(folder: Path) -> None:
         worker_runner = llm.engine.executor.runner
         steps = worker_runner.graphs
         assert steps is not None, worker_runner.worker.notes
+        first, names = made[0].rehearsed[0]
+        assert first.func is build._early_step, "it comes before the attention back end tries its kernels"
+        assert {"_attend", "_prefill", "_write"} <= names, names
         queued = set(made[0].jobs)
         assert len(steps.layers.blocks) == 3
         steps.layers.blocks = None  # from here on all layers run
