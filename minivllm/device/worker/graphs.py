@@ -422,11 +422,11 @@ class Graphs:
             queue += [GraphKey("decode", n, n, whole) for n in long_decode(self.sizes)]
         rehearsals = r.worker.rehearsals
         with rehearsals.held():
-            compiled = rehearsals.begin(*(partial(self.rehearse, shape) for shape in now))
+            compiled = {shape: rehearsals.begin(partial(self.rehearse, shape)) for shape in now}
             served = compile_served(self, sorted({SHORT, max(whole, SHORT)}), now)
-        rehearsals.wait(compiled)
         with r.worker.times.of("captures"):
             for shape in progress.counted(progress.CAPTURES, now):
+                rehearsals.wait(compiled[shape])  # of this shape only; others are compiled during its capture
                 self.capture_shape(shape)
             if self.mixed:
                 later += self._warm_mixed()
