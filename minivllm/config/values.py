@@ -266,7 +266,7 @@ class EngineConfig(Strict):
     )
     compile_ahead: bool | None = Field(
         None,
-        description="compile the kernels of a first start on a GPU in several threads before they run; None: if no "
+        description="compile the kernels of a first start on a GPU on several cores before they run; None: if no "
         "part of another package runs on the device; false: one after another, each at its first launch",
     )
     fuse: bool = Field(True, description="use fused kernels on a GPU; false: separate operations of torch")

@@ -150,11 +150,11 @@ MAY_IMPORT = {
     "device.functions": "device.worker core core.interfaces",
     "device.worker": (
         "device.loading device.layers device.kernels device.native core core.wiring core.interfaces registry "
-        "device.hardware"
+        "device.hardware device.early"
     ),
     "device.loading": "device.layers core core.interfaces registration.given device.loading.gguf_file",
     "device.layers": "device.kernels core.interfaces device.native device.hardware",
-    "device.kernels": "core.interfaces",
+    "device.kernels": "core.interfaces registration.fresh device.early",
     "runtime.hooks": "core registry registration",
     "core": "core.interfaces",
     "core.wiring": "core.interfaces",

@@ -85,7 +85,7 @@ class StepWiring:
     # "start": all sizes of steps are captured before the engine is ready; "gradual": a few sizes are, and each other
     # size is captured when the engine is idle, or during a step once this size has become frequent
     graph_captures: str = "gradual"
-    # Whether kernels that the start needs are compiled in several threads before they run; None means where possible,
+    # Whether kernels that the start needs are compiled on several cores before they run; None means where possible,
     # and True adds a note where it is not.
     compile_ahead: bool | None = None
 

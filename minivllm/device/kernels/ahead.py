@@ -1,7 +1,7 @@
-"""Compile the kernels of a step in threads, before the step runs.
+"""Compile the kernels of a step in threads or processes, before the step runs.
 
     rehearse   run() ──► shapes and dtypes only; a kernel that is not compiled is queued, and none is launched
-    compile    queue ──► threads: Triton releases Python's lock in its passes and in ptxas
+    compile    queue ──► threads, each of which may have a process for it (``compile_processes``)
     run        run() ──► every kernel is compiled, or the launch waits until a thread has compiled it
 
 A step compiles its kernels one after another, each at its first launch.  A rehearsal finds the same variants, because
@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import minivllm
+from minivllm.errors import describe_error
 
+from .compile_processes import CompileProcesses, make_request
+
+log = logging.getLogger(__name__)
 THREADS = 16  # largest number of threads that compile kernels
 _THREAD = threading.local()
 _ONE = threading.Lock()  # held by the thread that rehearses, because a rehearsal replaces a method of Triton's class
@@ -181,12 +187,15 @@ class Compilation:
         self.kernel: Any = None
         self._lock = threading.Lock()
 
-    def run(self, finish: Callable[[Any], None] | None = None) -> Any:
-        """Return the compiled kernel.  The caller that compiles it then calls ``finish`` with it.
+    def run(self, prepare: Callable[[Any], None] | None = None, finish: Callable[[Any], None] | None = None) -> Any:
+        """Return the compiled kernel.
 
-        After an error the next caller compiles it again, so that a launch reports the error."""
+        The caller that compiles it calls ``prepare`` with ``compile_it`` before, and ``finish`` with the kernel
+        afterwards.  After an error the next caller compiles it again, so that a launch reports the error."""
         with self._lock:
             if self.kernel is None:
+                if prepare is not None:
+                    prepare(self.compile_it)
                 self.kernel = self.compile_it()
                 if finish is not None:
                     finish(self.kernel)
@@ -222,14 +231,32 @@ def _share_compilations() -> None:
         JITFunction._do_compile = shared
 
 
+def prepare_rehearsals() -> None:
+    """Load what the first rehearsal uses: torch's computation of shapes, and Triton's driver, which is compiled C code.
+
+    Shapes of results need torch's module of symbolic shapes, and sympy with it, which takes about a second."""
+    import_module("torch.fx.experimental.symbolic_shapes")
+    driver.active.get_current_device()
+
+
+def usable_threads() -> int:
+    """Return the number of threads that compile kernels: one for each core that this process may use, at most
+    ``THREADS``."""
+    return min(THREADS, len(os.sched_getaffinity(0)))
+
+
 class CompileAhead:
     """Compiles the kernels of rehearsed functions in threads.  The rehearsals of all engines of a process run one after
-    another."""
+    another.
 
-    def __init__(self, device: torch.device, threads: int = 0) -> None:
+    With ``processes``, which this object ends, each thread waits for one of them and then loads the kernel from
+    Triton's folder."""
+
+    def __init__(self, device: torch.device, threads: int = 0, processes: CompileProcesses | None = None) -> None:
         _share_compilations()
         self.device = device
-        count = threads or min(THREADS, len(os.sched_getaffinity(0)))
+        self.processes = processes
+        count = threads or usable_threads()
         self.pool = ThreadPoolExecutor(count, thread_name_prefix="minivllm-compile")
         self._begins = threading.Event()  # cleared while no further compilation begins
         self._begins.set()
@@ -258,8 +285,10 @@ class CompileAhead:
         """Begin no compilation in threads during the body of the ``with`` statement.
 
         Compilations hold Python's lock for a part of their time, and a rehearsal takes it again after each operation of
-        torch, so rehearsals beside many compilations take several times as long."""
-        self._begins.clear()
+        torch, so rehearsals beside many compilations take several times as long.  Compilations in processes begin at
+        once."""
+        if self.processes is None:
+            self._begins.clear()
         try:
             yield
         finally:
@@ -276,28 +305,25 @@ class CompileAhead:
     def finish(self, jobs: Iterable[Future[None]], finished: Callable[[], None]) -> None:
         """Accept no more functions, and call ``finished`` in a thread when the compilations ``jobs`` have ended.
 
-        It is not called if one of them is cancelled."""
-        left = set(jobs)
-        lock = threading.Lock()
+        It is not called if one of them is cancelled.  The processes end with the last compilation."""
+        jobs = set(jobs)
 
-        def ended(job: Future[None]) -> None:
-            if job.cancelled():
-                return  # ``left`` keeps it
-            with lock:
-                left.discard(job)
-                last = not left
-            if last:
+        def ended() -> None:
+            if not any(_is_cancelled(job) for job in jobs):
                 finished()
 
         self.pool.shutdown(wait=False)
-        if not left:
-            finished()
-        for job in tuple(left):
-            job.add_done_callback(ended)
+        _when_ended(self.jobs.values(), self._end_processes)
+        _when_ended(jobs, ended)
 
     def close(self) -> None:
-        """Cancel the compilations that have not begun."""
+        """Cancel the compilations that have not begun, and those that run in processes."""
         self.pool.shutdown(wait=False, cancel_futures=True)
+        self._end_processes()
+
+    def _end_processes(self) -> None:
+        if self.processes is not None:
+            self.processes.close()
 
     @contextmanager
     def _collecting(self, shapes: ShapesOnly) -> Iterator[None]:
@@ -332,11 +358,48 @@ class CompileAhead:
     def _compile(self, pending: Compilation) -> None:
         """Compile a kernel's variant for this object's device, in a thread."""
         self._begins.wait()
+        prepare = None if self.processes is None else self._in_process
         if self.device.type != "cuda":
-            pending.run()
+            pending.run(prepare)
             return
         with torch.cuda.device(self.device):
-            pending.run(_build_launcher)
+            pending.run(prepare, _build_launcher)
+
+    def _in_process(self, compile_it: Callable[[], Any]) -> None:
+        """Make a process compile a kernel, so that ``compile_it`` finds it in Triton's folder.
+
+        Nothing is done if the kernel cannot be named in another process."""
+        assert self.processes is not None
+        launcher = driver.active.launcher_cls if self.device.type == "cuda" else None
+        try:
+            request = make_request(compile_it, driver.active.get_current_target(), launcher)
+        except Exception as e:  # values of any type may be among the kernel's constants
+            log.info("a thread compiles a kernel in place of a process: %s", describe_error(e))
+            return
+        self.processes.compile(request)
+
+
+def _is_cancelled(job: Future[None]) -> bool:
+    """Return whether a compilation that has ended was cancelled, before it began or while it ran in a process."""
+    return job.cancelled() or isinstance(job.exception(), CancelledError)
+
+
+def _when_ended(jobs: Iterable[Future[None]], call: Callable[[], None]) -> None:
+    """Call ``call`` when all compilations have ended, in the thread of the last of them."""
+    left = set(jobs)
+    lock = threading.Lock()
+    if not left:
+        call()
+
+    def ended(job: Future[None]) -> None:
+        with lock:
+            left.discard(job)
+            last = not left
+        if last:
+            call()
+
+    for job in tuple(left):
+        job.add_done_callback(ended)
 
 
 _OPEN: weakref.WeakSet[CompileAhead] = weakref.WeakSet()

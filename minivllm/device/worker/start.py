@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from minivllm.core.external_calls import as_exception
 from minivllm.core.timing import StartTimes
 from minivllm.core.wiring import wiring_to_json
+from minivllm.device import early
 from minivllm.errors import describe_error
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class Rehearsals:
         self.times = times
         self.device = device
         self.ahead: CompileAhead | None = None
+        self._preparing: Thread | None = None  # loads what rehearsals use while the weights are loaded
         self._finishing: CompileAhead | None = None  # its last compilations run behind the start
         self.marks: CompiledMarks | None = None
         self.note: str | None = None
@@ -51,11 +54,15 @@ class Rehearsals:
             self.note = f"kernels are compiled at their first launch, in spite of compile_ahead: {reason}"
 
     def _begin(self, wiring: Wiring) -> None:
-        from minivllm.device.kernels.ahead import CompileAhead, CompiledMarks
+        from minivllm.device.kernels.ahead import CompileAhead, CompiledMarks, prepare_rehearsals, usable_threads
+        from minivllm.device.kernels.compile_processes import start_processes
 
         self.marks = CompiledMarks(self.device, _facts(wiring))
-        if not self.ready:
-            self.ahead = CompileAhead(self.device)
+        if self.ready:
+            return
+        processes = start_processes(usable_threads()) if self.device.type == "cuda" else None
+        self.ahead = CompileAhead(self.device, processes=processes)
+        self._preparing = early.begin(prepare_rehearsals)
 
     @property
     def active(self) -> bool:
@@ -86,6 +93,8 @@ class Rehearsals:
         if self.ahead is None:
             return []
         with self.times.of("compile"):
+            if self._preparing is not None:
+                self._preparing.join()
             return [job for run in runs for job in self._start(run)]
 
     @contextmanager

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from compiled_loops import Hopper
+from small_kernels import broken, double, negate, number
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -23,24 +24,6 @@ from minivllm.core.timing import StartTimes
 from minivllm.device.kernels import ahead as ahead_module
 from minivllm.device.kernels.ahead import CompileAhead, CompiledMarks
 from minivllm.device.worker.start import Rehearsals
-
-
-@triton.jit
-def double(x, y, n, N: tl.constexpr, HALF: tl.constexpr):
-    at = tl.program_id(0) * N + tl.arange(0, N)
-    v = tl.load(x + at, mask=at < n)
-    tl.store(y + at, v / 2 if HALF else v * 2, mask=at < n)
-
-
-@triton.jit
-def broken(x, N: tl.constexpr):
-    tl.store(x + tl.arange(0, N), tl.nothing_of_this_name(N))
-
-
-@triton.jit
-def negate(x, y, N: tl.constexpr):
-    at = tl.arange(0, N)
-    tl.store(y + at, -tl.load(x + at))
 
 
 def doubled(x, size, half=False):
@@ -52,12 +35,6 @@ def doubled(x, size, half=False):
 def poison(x):
     """Fill memory with values that no index and no number may have."""
     return x.fill_(float("nan") if x.is_floating_point() else 1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
-
-
-@triton.jit
-def number(x, N: tl.constexpr, NAME: tl.constexpr, KIND: tl.constexpr):
-    if NAME == "fp16":
-        tl.store(x + tl.arange(0, N), tl.full((N,), 1, KIND).to(tl.float32))
 
 
 def check_operations() -> None:

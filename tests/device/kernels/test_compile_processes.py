@@ -1,0 +1,73 @@
+"""Processes that compile the kernels of a first start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from process_groups import living
+
+pytest.importorskip("triton")
+
+from minivllm.core.timing import StartTimes
+from minivllm.device.kernels import ahead, compile_processes
+from minivllm.device.worker import start
+
+HERE = Path(__file__).resolve().parent
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def run_check(name):
+    """Run a check of compiled_processes.py without Triton's interpreter; return its exit status and output."""
+    folders = [str(HERE), str(HERE.parents[1] / "helpers"), str(HERE.parents[1]), *sys.path]
+    environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join(folders)
+    command = [sys.executable, str(HERE / "compiled_processes.py"), name]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    return done.returncode, done.stdout.strip(), done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("name", ["kernels", "errors", "end_of_processes", "patience", "cancelled", "forgotten"])
+def test_processes_compile_each_kernel_or_leave_it_to_a_thread(name):
+    assert run_check(name) == (0, "ok", "")
+
+
+def test_processes_end_when_the_process_that_started_them_is_killed():
+    code, group, errors = run_check("killed_parent")
+    assert (code, errors) == (-signal.SIGKILL, "")
+    end = time.monotonic() + 30.0
+    while living(int(group)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_few_cores_and_systems_without_fork_have_no_processes(monkeypatch):
+    assert compile_processes.start_processes(compile_processes.FEW) is None
+    monkeypatch.delattr(os, "fork")
+    assert compile_processes.start_processes(16) is None
+
+
+def test_threads_compile_if_no_process_can_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    assert compile_processes.start_processes(16) is None
+
+
+@pytest.mark.parametrize(("device", "compiled", "started"), [("cuda", False, 1), ("cuda", True, 0), ("cpu", False, 0)])
+def test_processes_start_only_on_a_gpu_whose_kernels_are_not_compiled(monkeypatch, device, compiled, started):
+    starts = []
+    monkeypatch.setattr(ahead, "CompiledMarks", lambda *_: SimpleNamespace(exist=lambda: compiled))
+    monkeypatch.setattr(ahead, "prepare_rehearsals", lambda: None)
+    monkeypatch.setattr(compile_processes, "start_processes", starts.append)
+    monkeypatch.setattr(start, "_reason_against", lambda *_: None)
+    monkeypatch.setattr(start, "_facts", lambda _: [])
+    wiring = SimpleNamespace(steps=SimpleNamespace(compile_ahead=None))
+    rehearsals = start.Rehearsals(wiring, StartTimes(), torch.device(device), True)
+    assert starts == [ahead.usable_threads()] * started and rehearsals.active is not compiled
+    rehearsals.close()
