@@ -38,6 +38,7 @@ from minivllm.registration import fresh
 
 log = logging.getLogger(__name__)
 PATIENCE = 120.0  # seconds after which a process that has not answered is no longer used
+GRACE = 2.0  # seconds after which processes that have not ended are killed
 FEW = 2  # number of cores up to which the start of the processes costs more time than they save
 
 
@@ -70,7 +71,7 @@ class CompileProcesses:
                 for end in pair:
                     end.close()
         self.pid = process.pid
-        self._end = weakref.finalize(self, _kill, process)
+        self._end = weakref.finalize(self, _end_all, process, self._free)
 
     def compile(self, request: bytes) -> None:
         """Compile the kernel of a request in a process that is free, and wait for it.
@@ -101,9 +102,6 @@ class CompileProcesses:
         """End the processes at once.  Calls of ``compile`` that wait raise CancelledError."""
         self._closed = True
         self._end()
-        with suppress(queue.Empty):
-            while True:
-                self._free.get_nowait().close()
 
 
 def start_processes(count: int) -> CompileProcesses | None:
@@ -117,11 +115,20 @@ def start_processes(count: int) -> CompileProcesses | None:
         return None
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and those that it has started, which are the other members of its session."""
+def _end_all(process: subprocess.Popen[bytes], free: queue.SimpleQueue[Connection]) -> None:
+    """End the workers, which are members of the session of ``process``, and wait until it has waited for them.
+
+    Workers that outlive the process would remain as zombies where process 1 does not wait for others."""
+    with suppress(queue.Empty):
+        while True:
+            free.get_nowait().close()
     with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        process.wait()
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -171,6 +178,7 @@ def main(numbers: str) -> None:
     import_module("torch")  # modules of kernels import it
     hashing.join()
     links = [Connection(int(number)) for number in numbers.split(",")]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it ends the workers only
     gc.freeze()  # the workers share the memory of these objects
     for link in links:
         if os.fork() == 0:
@@ -184,6 +192,7 @@ def main(numbers: str) -> None:
 def _serve(link: Connection, links: Sequence[Connection]) -> None:
     """Compile kernels in this process, a worker, until the other end of ``link`` is closed; then end the process."""
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for other in links:  # the engine notices the end of a worker only if no other process has its socket
             if other is not link:
                 other.close()
