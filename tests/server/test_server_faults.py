@@ -25,9 +25,9 @@ from minivllm.server.http.auth import check_keys
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
-def ask(body, keep=b""):
+def ask(body, keep=b"", path="/v1/completions"):
     data = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(data)}\r\n"
     return head.encode() + keep + b"\r\n" + data
 
@@ -361,3 +361,49 @@ def test_a_key_that_no_header_carries_ends_the_start_wherever_it_is_from(source,
     error = capsys.readouterr().err
     assert "a key has 40000 bytes; expected at most 16384, half of server.max_header_bytes" in error
     assert long not in error
+
+
+TURNS = [{"role": "user", "content": "Once"}]
+STREAMS = {
+    "/v1/completions": {"prompt": "Once", "stream": True},
+    "/v1/chat/completions": {"messages": TURNS, "stream": True},
+    "/v1/responses": {"input": "Once", "stream": True},
+    "/v1/messages": {"model": "pocket", "messages": TURNS, "max_tokens": 9, "stream": True},
+    "/api/chat": {"model": "pocket", "messages": TURNS},
+    "/api/generate": {"model": "pocket", "prompt": "Once"},
+}
+
+
+@pytest.fixture(scope="module")
+def paused():
+    """A server that generates nothing until its end, with rare comments in silent streams."""
+    running = Running(keep_alive=600.0, admin=True)
+    admin = {"Authorization": f"Bearer {running.app.admin_token}"}
+    assert running.post("/pause", {}, headers=admin).status_code == 200
+    yield running
+    assert running.post("/resume", {}, headers=admin).status_code == 200
+    running.at_rest()
+    running.close()
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_client_that_leaves_a_silent_stream_ends_its_request_at_once(paused, path):
+    """It has read all that was sent, so its kernel closes the connection as if it only sent no more."""
+    with socket.create_connection((paused.host, paused.port), timeout=20) as link:
+        link.sendall(ask(STREAMS[path], path=path))
+        assert link.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert paused.app.service.door.inside == 1
+    until(lambda: paused.app.service.door.inside == 0, 10)
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_client_that_only_sends_no_more_gets_its_stream(server, path):
+    model = server.client.get("/v1/models").json()["data"][0]["id"]
+    body = {**STREAMS[path], "model": model}
+    with socket.create_connection((server.host, server.port), timeout=20) as link:
+        link.sendall(ask(body, path=path))
+        got = link.recv(1 << 16)
+        link.shutdown(socket.SHUT_WR)
+        while part := link.recv(1 << 16):
+            got += part
+    assert got.startswith(b"HTTP/1.1 200 ") and got.endswith(b"0\r\n\r\n")

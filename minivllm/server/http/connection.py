@@ -216,7 +216,7 @@ class WatchedConnection(_Connection):
     def eof_received(self) -> bool:
         """Handle the end of the client's sending side.  Return whether the connection stays open for pending answers.
 
-        Only the reaction to sent data shows whether the client still reads.  So an interim answer is sent.
+        Only the reaction to sent data shows whether the client still reads.  So an interim answer or a comment is sent.
         """
         if self._last is not None or not self._is_pending() or self.transport.get_extra_info("sslcontext") is not None:
             return False
@@ -233,7 +233,8 @@ class WatchedConnection(_Connection):
         """Check whether the client has left, and schedule the next check after twice ``seconds``.
 
         Reading does not show it: a full connection is not read, and a client that has closed its sending side may still
-        read.  But the kernel of a client that has left rejects an interim answer, and the socket reports an error.
+        read.  But the kernel of a client that has left rejects an interim answer or a comment, and the socket reports
+        an error.
         RFC 9110 allows any number of interim answers.
         """
         self._watching = (self.full or self._half_closed) and not self.transport.is_closing()
@@ -254,10 +255,15 @@ class WatchedConnection(_Connection):
             self.loop.call_later(PROBES[0], self._watch_client, PROBES[0])
 
     def _send_interim(self) -> None:
-        """Send 100 Continue if the current answer has not begun and the client's version has interim answers."""
+        """Send 100 Continue if the current answer has not begun and the client's version has interim answers, or a
+        comment in a stream that has begun (``sse.EventStream``)."""
         current = self._answered
-        if not current.response_started and current.scope["http_version"] not in OLD:
-            self.transport.write(CONTINUE)
+        state = current.scope["state"]
+        if not current.response_started:
+            if current.scope["http_version"] not in OLD:
+                self.transport.write(CONTINUE)
+        elif state.get("comment") and "direct" in state:
+            state["direct"].write(state["comment"])
 
     def _excess(self) -> tuple[int, str]:
         """Return the status and the message for a request with too many bytes outside of its body."""

@@ -138,6 +138,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self._direct = scope["state"].get("direct")
+        scope["state"]["comment"] = self.comment
         async with self.held:
             last = b""
             try:
