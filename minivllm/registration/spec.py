@@ -371,7 +371,7 @@ class Reason:
     """The reason why a candidate is refused.
 
     ``what`` is the feature that does not fit.  ``want`` is the required value, and ``have`` the supported values.
-    ``fix`` is advice.
+    ``fix`` is advice, or the description of a feature that is missing.
     """
 
     what: str
