@@ -230,6 +230,11 @@ class Registry:
             stem = module.rpartition("/")[2].removesuffix(".py")
             expected = f"expected '{stem}:{name}' and --allow-target {stem}, in the folder of {stem}.py"
             raise PluginError(f"{self.kind.name}: {shown(target)} is a path, and a target names a module: {expected}")
+        if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+            raise PluginError(
+                f"{self.kind.name}: {shown(target)} is not the name of a plug-in; "
+                "expected a name, 'module:Class', or a table in TOML such as { name = \"...\", options = { } }"
+            )
         if not self._allowed(target):
             raise PluginError(
                 f"{self.kind.name}: {shown(target)} is a target, and a target runs code. "

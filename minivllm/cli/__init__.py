@@ -204,6 +204,7 @@ def _add_engine_commands(command: Any, wiring: argparse.ArgumentParser, record: 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.  ``argv`` None means the arguments of the process."""
     lost = streams.open_closed_streams()
+    streams.escape_unencodable()
     try:
         code = _run(argv)
     except SystemExit as exc:  # argparse raises SystemExit, also after --help and --version

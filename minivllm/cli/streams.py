@@ -1,4 +1,4 @@
-"""Repair of standard streams that the caller has closed (``2>&-``).
+"""Repair of standard streams that the caller has closed (``2>&-``), or whose encoding lacks characters.
 
 Python has None in place of such a stream.  The next file or socket that opens would get its file descriptor, and a
 library that prints would write into that file.  So the descriptor is opened on /dev/null.  Standard input is then
@@ -7,8 +7,10 @@ empty, and text for standard error is lost.  Losing standard output is an error,
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
+import json
 import os
 import sys
 
@@ -50,6 +52,20 @@ def open_closed_streams() -> Lost | None:
             buffered = io.BufferedReader(stream) if number == 0 else io.BufferedWriter(stream)
             setattr(sys, name, io.TextIOWrapper(buffered, "utf-8", line_buffering=number != 0))
     return lost
+
+
+def escape_unencodable() -> None:
+    """Set standard output to write characters that its encoding lacks (``PYTHONIOENCODING=ascii``) as JSON escapes."""
+    codecs.register_error("json", _json_escape)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="json")
+
+
+def _json_escape(error: UnicodeError) -> tuple[str, int]:
+    """Return the escapes of the characters that cannot be encoded, and the position behind them."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def _open_null(number: int) -> None:

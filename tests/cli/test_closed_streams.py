@@ -1,5 +1,6 @@
 """A command whose standard streams are closed says what it can, and ends with an exit code, never a traceback."""
 
+import json
 import os
 import subprocess
 import sys
@@ -47,3 +48,12 @@ def test_a_closed_stream_keeps_its_number(tmp_path):
     number, lost = (tmp_path / "f").read_text().split()
     assert done.returncode == 0 and int(number) > 2 and lost == "1"
     assert streams.open_closed_streams() is None and os.fstat(1)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_characters_that_standard_output_lacks_are_escaped_as_in_json(tmp_path, encoding):
+    (tmp_path / "exp.toml").write_text('[run]\nprompts = ["é 猫🙂"]\n', encoding="utf-8")
+    command = [sys.executable, "-m", "minivllm", "config", "show", str(tmp_path / "exp.toml"), "--format", "json"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.decode(encoding))["run"]["prompts"] == ["é 猫🙂"]
