@@ -19,9 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .tower_attention import hopper_attention
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
+
+    from .tower_attention import Attend
 
     # add_norm and its kernel: (x, residual, weight, bias, eps) -> (norm of the sum, sum)
     AddNorm = Callable[[Tensor, Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
@@ -74,6 +78,8 @@ class PatchTower:
         self.embed = embed.weight.flatten(1), embed.bias
         self.turn: Callable[[Tensor, Tensor, Tensor], Tensor] = turned
         self.add_norm: AddNorm = add_norm
+        # None for torch's attention
+        self.attend: Attend | None = hopper_attention(self.dim, embed.weight.dtype, embed.weight.device)
         on_gpu = embed.weight.is_cuda
         if on_gpu and find_spec("triton") is not None:
             from minivllm.device.kernels.norm import add_layer_norm
@@ -112,7 +118,7 @@ class PatchTower:
     def parts(self, patches: Tensor, grid: Grid) -> Iterator[float | list[Tensor]]:
         """Yield the share of the layers that are computed, after each of them, and at last the features as ``__call__``
         returns them."""
-        fixed = self.repeatable or not patches.is_cuda
+        fixed = self.repeatable or self.attend is not None or not patches.is_cuda
         preferred = not fixed and self.frequent(grid)
         tables = self.tables(grid)
         visual = self.visual
@@ -160,10 +166,10 @@ class PatchTower:
         qkv = attention.qkv(x)
         qkv = qkv.view(len(x), 3, self.heads, self.dim)
         q, k = self.turn(qkv, tables.cos, tables.sin)
-        shape = (-1, frame, self.heads, self.dim)
-        by_frame = [one.view(shape).transpose(1, 2) for one in (q, k, qkv[:, 2])]
-        seen = F.scaled_dot_product_attention(*by_frame)
-        joined = seen.transpose(1, 2).reshape(len(x), -1)
+        if self.attend is not None:
+            joined = self.attend(q, k, qkv[:, 2], frame).flatten(1)
+        else:
+            joined = _library_attention(q, k, qkv[:, 2], frame)
         out: Tensor = attention.proj(joined)
         return out
 
@@ -207,6 +213,14 @@ class PatchTower:
         both_cos = torch.cat([cos, cos], 1)
         both_sin = torch.cat([-sin, sin], 1)
         return Tables(learned.to(weight.dtype), both_cos.to(device), both_sin.to(device))
+
+
+def _library_attention(q: Tensor, k: Tensor, v: Tensor, frame: int) -> Tensor:
+    """Return the outputs [T, width] of torch's attention within sequences of ``frame`` patches."""
+    shape = (-1, frame, *q.shape[1:])
+    q, k, v = (one.view(shape).transpose(1, 2) for one in (q, k, v))
+    seen = F.scaled_dot_product_attention(q, k, v)
+    return seen.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def _preference(preferred: bool) -> AbstractContextManager[None]:

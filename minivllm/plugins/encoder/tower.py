@@ -97,8 +97,13 @@ class TowerEncoder(ImageEncoder):
 
     def _serve(self, model: Any, device: str) -> int:
         """Move the modules to a device, and return the bytes of their weights."""
+        from minivllm.device.layers.tower_attention import use_in_modules
+
         self.model = model.eval().requires_grad_(False).to(device)
         self.dtype = next(model.parameters()).dtype
+        vision = self.whole.vision_config
+        heads = getattr(vision, "num_attention_heads", None) or vision.num_heads
+        use_in_modules(model, getattr(vision, "embed_dim", vision.hidden_size) // heads)
         return sum(p.numel() * p.element_size() for p in model.parameters())
 
     def encode(self, values: Tensor, shape: tuple[int, int, int]) -> Tensor:
