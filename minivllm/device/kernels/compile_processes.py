@@ -16,10 +16,12 @@ import logging
 import os
 import pickle
 import queue
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
@@ -71,7 +73,7 @@ class CompileProcesses:
                 for end in pair:
                     end.close()
         self.pid = process.pid
-        self._end = weakref.finalize(self, _end_all, process, self._free)
+        self._end = weakref.finalize(self, _end_all, process, self._free, os.getpid())
 
     def compile(self, request: bytes) -> None:
         """Compile the kernel of a request in a process that is free, and wait for it.
@@ -115,13 +117,17 @@ def start_processes(count: int) -> CompileProcesses | None:
         return None
 
 
-def _end_all(process: subprocess.Popen[bytes], free: queue.SimpleQueue[Connection]) -> None:
+def _end_all(process: subprocess.Popen[bytes], free: queue.SimpleQueue[Connection], starter: int) -> None:
     """End the workers, which are members of the session of ``process``, and wait until it has waited for them.
 
-    Workers that outlive the process would remain as zombies where process 1 does not wait for others."""
+    Workers that outlive the process would remain as zombies where process 1 does not wait for others.  ``starter`` is
+    the number of the process that started them.  Its forks, which call this at their end, only close their copies of
+    the sockets."""
     with suppress(queue.Empty):
         while True:
             free.get_nowait().close()
+    if os.getpid() != starter:
+        return
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     try:
@@ -196,11 +202,20 @@ def _serve(link: Connection, links: Sequence[Connection]) -> None:
         for other in links:  # the engine notices the end of a worker only if no other process has its socket
             if other is not link:
                 other.close()
+        threading.Thread(target=_end_with, args=(link,), daemon=True).start()
         while True:
             request = link.recv_bytes()
             link.send_bytes(_answer(request))
     finally:
         os._exit(0)
+
+
+def _end_with(link: Connection) -> None:
+    """End this process when the other end of ``link`` is closed, also during a compilation."""
+    closed = select.poll()
+    closed.register(link.fileno(), select.POLLRDHUP)
+    closed.poll()
+    os._exit(0)
 
 
 def _answer(request: bytes) -> bytes:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import CancelledError
 from functools import partial
@@ -122,10 +125,23 @@ def check_cancelled() -> None:
     assert negate.warmup(X, X, 16, grid=(1,)) is not None and compiled.found == [("negate", False)]
 
 
+class Endless:
+    """A request whose compilation does not end."""
+
+    def __init__(self, begun: str) -> None:
+        self.begun = begun
+
+    def __reduce__(self):
+        return exec, (f"import time; open({self.begun!r}, 'w').close(); time.sleep(3600)",)
+
+
 def check_killed_parent() -> None:
-    """Print the group of the processes, and end this process in a way that it cannot notice."""
+    """Print the group of the processes, one of which compiles a kernel, and end this process in a way that it cannot
+    notice."""
     processes = CompileProcesses(2)
-    wait_for(lambda: len(living(processes.pid)) == 3)
+    begun = os.path.join(os.environ["TRITON_CACHE_DIR"], "begun")
+    threading.Thread(target=processes.compile, args=(pickle.dumps(Endless(begun)),), daemon=True).start()
+    wait_for(lambda: len(living(processes.pid)) == 3 and os.path.exists(begun))
     print(processes.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -137,6 +153,19 @@ def check_forgotten() -> None:
     wait_for(lambda: len(living(group)) == 4)
     del processes
     assert not living(group, zombies=True)
+
+
+def check_forked() -> None:
+    """Check that the end of a fork of this process, as ``multiprocessing`` makes them, leaves the processes."""
+    compiled, processes = Compiled(), CompileProcesses(1)
+    ahead = CompileAhead(CPU, 1, processes)
+    wait_for(lambda: len(living(processes.pid)) == 2)
+    fork = multiprocessing.get_context("fork").Process(target=int)
+    fork.start()
+    fork.join()
+    assert fork.exitcode == 0 and len(living(processes.pid)) == 2
+    errors, finished = compile_all(ahead, partial(negate[(1,)], X, X, 16))
+    assert errors == [None] and finished and compiled.found == [("negate", True)]
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ def run_check(name):
     return done.returncode, done.stdout.strip(), done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("name", ["kernels", "errors", "end_of_processes", "patience", "cancelled", "forgotten"])
+@pytest.mark.parametrize(
+    "name", ["kernels", "errors", "end_of_processes", "patience", "cancelled", "forgotten", "forked"]
+)
 def test_processes_compile_each_kernel_or_leave_it_to_a_thread(name):
     assert run_check(name) == (0, "ok", "")
 
