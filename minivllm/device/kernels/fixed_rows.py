@@ -1,9 +1,9 @@
-"""One row of a ``FixedProduct`` in equal bits, optionally with the residual addition and the norm before it.
+"""Few rows of a ``FixedProduct`` in equal bits, one row optionally with the residual addition and the norm before it.
 
-Launches and latencies take most of the time of one row.  So each program loads its share of the weight while the
-preceding kernel still runs, and waits only before it reads the row.
+Launches and latencies take most of the time of few rows.  So each program loads its share of the weight while the
+preceding kernel still runs, and waits only before it reads x.
 
-    qkv       grid (N / 64)       residual + x ── norm ──► a [K] in each program;  a · W^T by one warp group
+    qkv       grid (N / 64)       x, or residual + x ── norm ──► a in each program;  a · W^T by one warp group
     gate_up   grid (N / 64, 2)    the same, with a program for gate and one for up;  the later one applies the gate
     o, down   grid (N / 16)       each of eight warps adds a leaf;  then the leaves are added in order
 
@@ -30,7 +30,8 @@ from .fixed_products import FixedProduct
 from .launch import capability, kernel, pdl, release, roomy, settle
 from .norm import add_rms_norm
 
-LINES = 16  # rows of x in an instruction (wgmma); all but the first are 0
+MOST_ROWS = 8  # largest number of rows for which these kernels were measured to be faster (H200)
+LINES = 16  # rows of x in an instruction (wgmma); those behind the last row are 0
 OUTPUTS = 64  # number of outputs of a program, the weight's side of the instruction (wgmma)
 MOST_INPUTS = 1024  # largest number of inputs, whose weights fit in shared memory
 LEAF_LINES = 8  # rows of x in an instruction (mma), if the sums have eight leaves
@@ -86,13 +87,13 @@ def _both_sides(acc, scratch, arrived, LINES: tl.constexpr, BN: tl.constexpr):
     return last, gate, up
 
 
-@kernel()
+@kernel("M")
 def _row(
-    x, residual, stream, norm, weight, y, scratch, arrived, eps, N, K: tl.constexpr,
+    x, residual, stream, norm, weight, y, scratch, arrived, eps, M, N, K: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, NORM: tl.constexpr, LINES: tl.constexpr, BN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a row by the weight.  ``weight`` is a descriptor with blocks [BN, K].
+    """Multiply M rows, with NORM one row, by the weight.  ``weight`` is a descriptor with blocks [BN, K].
 
     With GATED the weight is [2 N, K], gate | up, and y is activation(gate) * up of the rounded gate and up.
     """
@@ -103,7 +104,8 @@ def _row(
     if NORM:
         a = _normed(x, residual, stream, norm, eps, (tile == 0) & (side == 0), K, LINES)
     else:
-        a = tl.load(x + tl.arange(0, K)[None, :], mask=(tl.arange(0, LINES) == 0)[:, None], other=0.0)
+        line = tl.arange(0, LINES)[:, None]
+        a = tl.load(x + line * K + tl.arange(0, K)[None, :], mask=line < M, other=0.0)
     acc = tl.dot(w, a.T, tl.zeros([BN, LINES], tl.float32))
     last = True
     up = acc
@@ -113,16 +115,15 @@ def _row(
         if GATED:
             gate = acc.to(y.dtype.element_ty).to(tl.float32)
             acc = activate(gate, ACT) * up.to(y.dtype.element_ty).to(tl.float32)
-        _store(y, acc, tile, LINES, BN)
+        _store(y, acc, tile, M, N, LINES, BN)
 
 
 @triton.jit
-def _store(y, sums, tile, LINES: tl.constexpr, BN: tl.constexpr):
-    """Store the first of the LINES lines of sums [BN, LINES] as the outputs of a tile."""
+def _store(y, sums, tile, M, N, LINES: tl.constexpr, BN: tl.constexpr):
+    """Store the first M of the LINES lines of sums [BN, LINES] as the outputs of a tile."""
     on, line = tile * BN + tl.arange(0, BN), tl.arange(0, LINES)
-    tl.store(
-        y + on[:, None] + line[None, :], sums.to(y.dtype.element_ty), mask=(on >= 0)[:, None] & (line == 0)[None, :]
-    )
+    at = y + line[None, :] * N + on[:, None]
+    tl.store(at, sums.to(y.dtype.element_ty), mask=(on >= 0)[:, None] & (line < M)[None, :])
 
 
 @triton.jit
@@ -140,12 +141,12 @@ def _eighths(acc):
     return 0.0 + zero + one + two + three + four + five + six + seven
 
 
-@kernel()
+@kernel("M")
 def _row_of_leaves(
-    x, weight, y, K: tl.constexpr, LINES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
+    x, weight, y, M, N, K: tl.constexpr, LINES: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a row by the weight [N, K], whose inputs are eight leaves: each of the eight warps adds one of them."""
+    """Multiply M rows by the weight [N, K], whose inputs are eight leaves: each of the eight warps adds one of them."""
     release(PDL)
     tile = tl.program_id(0)
     on, ok, leaf = tile * BN + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, 8) * (K // 8)
@@ -154,12 +155,13 @@ def _row_of_leaves(
     for i in tl.static_range(CHUNKS):
         weights = weights + (tl.load(at + i * BK),)  # noqa: RUF005 - not in kernels
     settle(PDL)
+    line = tl.arange(0, LINES)[None, :, None]
     acc = tl.zeros([8, BN, LINES], tl.float32)
     for i in tl.static_range(CHUNKS):
-        a_at = x + leaf[:, None, None] + (i * BK + ok)[None, None, :]
-        a = tl.load(a_at, mask=(tl.arange(0, LINES) == 0)[None, :, None], other=0.0)
+        a_at = x + line * K + leaf[:, None, None] + (i * BK + ok)[None, None, :]
+        a = tl.load(a_at, mask=line < M, other=0.0)
         acc = tl.dot(weights[i], tl.permute(a, (0, 2, 1)), acc)
-    _store(y, _eighths(acc), tile, LINES, BN)
+    _store(y, _eighths(acc), tile, M, N, LINES, BN)
 
 
 def chunk_of(product: FixedProduct) -> int:
@@ -179,8 +181,9 @@ def chunk_of(product: FixedProduct) -> int:
 
 
 class FixedRow:
-    """x [1, K] -> the result [1, N] of a ``FixedProduct``, in equal bits, optionally of the norm of residual + x.
+    """x [M, K] -> the result [M, N] of a ``FixedProduct`` in equal bits, for M up to ``MOST_ROWS``.
 
+    One row may be added to a residual and normalised before.
     The object keeps the counters of programs that share a tile, which are 0 between launches."""
 
     def __init__(self, product: FixedProduct) -> None:
@@ -193,7 +196,8 @@ class FixedRow:
         """Return the result for x, or with ``before`` for the norm of its residual + x."""
         product = self.product
         k = product.k
-        y = torch.empty((1, product.n), dtype=x.dtype, device=x.device)
+        m = x.shape[0]
+        y = torch.empty((m, product.n), dtype=x.dtype, device=x.device)
         constants = pdl(x)
         constants["K"] = k
         if product.leaves == 1:
@@ -204,7 +208,7 @@ class FixedRow:
         constants["LINES"] = LEAF_LINES
         constants["BN"] = LEAF_OUTPUTS
         constants["num_warps"] = WARPS_OF_LEAVES
-        _row_of_leaves[(product.n // LEAF_OUTPUTS,)](x, product.weight, y, **constants)
+        _row_of_leaves[(product.n // LEAF_OUTPUTS,)](x, product.weight, y, m, product.n, **constants)
         return y
 
     def _whole(self, x: Tensor, y: Tensor, before: Addition | None, constants: dict[str, Any]) -> None:
@@ -223,7 +227,8 @@ class FixedRow:
         constants["num_warps"] = WARPS
         residual, stream, norm, eps = before or (y, y, y, 0.0)  # the kernel does not read absent tensors
         weight = TensorDescriptor.from_tensor(product.weight, [OUTPUTS, self.chunk])
-        _row[(tiles, sides)](x, residual, stream, norm, weight, y, scratch, self.arrived, eps, product.n, **constants)
+        tensors = (x, residual, stream, norm, weight, y, scratch, self.arrived)
+        _row[(tiles, sides)](*tensors, eps, x.shape[0], product.n, **constants)
 
 
 @cache
@@ -246,6 +251,7 @@ def agreeing_rows(device: torch.device, dtype: torch.dtype, k: int, leaves: int,
     norm = drawn(k)
     plain = product(x)
     equal = all(torch.equal(row(x[i : i + 1]), plain[i : i + 1]) for i in range(32))
+    equal &= torch.equal(row(x[:MOST_ROWS]), plain[:MOST_ROWS])
     if leaves > 1:
         return equal
     normed, sums = add_rms_norm(x, residual.clone(), norm, 1e-6)
@@ -272,7 +278,7 @@ def row_of_product(product: FixedProduct) -> FixedRow | None:
 
 
 class FixedLinear:
-    """The result of a ``FixedProduct`` for x [M, K], with another kernel for one row.
+    """The result of a ``FixedProduct`` for x [M, K], with another kernel for few rows.
 
     It is also the joined kernel of a norm and a product, as ``layers.fused`` calls it."""
 
@@ -282,7 +288,7 @@ class FixedLinear:
 
     def __call__(self, x: Tensor, before: Addition | None = None) -> Tensor:
         """Return the result for x, or with ``before``, if it ``adds``, for the norm of its residual + x."""
-        if self.row is not None and x.shape[0] == 1:
+        if self.row is not None and 0 < x.shape[0] <= MOST_ROWS:
             return self.row(x.contiguous(), before)
         assert before is None
         return self.product(x)

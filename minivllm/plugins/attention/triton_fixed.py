@@ -41,7 +41,7 @@ from .triton_prefill import KEYS, Tiles, by_tma, inputs_of, load_scales, load_ti
 
 PART = 128  # keys
 SHORT_LINES = 16  # least number of lines of a tile if each row has one token; a warp computes 16
-SHORT_STAGES = 2, 3  # tiles of keys that are loaded at the same time by programs that share a row, and by others
+SHORT_STAGES = 4, 3  # tiles of keys that are loaded at the same time by programs that share a row, and by others
 AT_ONCE = tl.constexpr(8)  # number of parts whose sums are loaded together
 PROGRAMS = 264  # number of programs among which few tiles are divided: two for each multiprocessor of an H200
 MOST_PROGRAMS = 32  # largest number of programs of one tile and KV head
