@@ -106,6 +106,22 @@ def test_products_with_what_follows_them(rows, k, n):
     near(Normed(y, parts, eps).finished(), rms_norm(stream, after, eps))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8, 9])
+@pytest.mark.parametrize("n", [64, 80])
+def test_products_of_few_rows_have_the_norm_of_the_stream_in_one_or_two_kernels(rows, n):
+    x, residual, w, eps = torch.randn(rows, 1024), torch.randn(rows, n), torch.randn(n, 1024) / 32, 1e-3
+    plain, gated = products.Product(w, None), products.Product(torch.cat([w, w * 2]), None, products.GATED)
+    added = products.Product(w, None, products.ADDED)
+    assert [one.loaded is not None for one in (plain, gated, added)] == [n == 64, n == 64, True]
+    near(plain(x)[0], x @ w.t())
+    near(gated(x)[0], gate_mul(x @ torch.cat([w, w * 2]).t()))
+    after, stream = torch.rand(n) + 0.5, residual + x @ w.t()
+    y, parts = added(x, eps=eps, residual=residual, norm=after)
+    assert (parts is None) == (1 < rows <= products.FEW_ROWS)
+    near(residual, stream)
+    near(Normed(y, parts, eps).finished(), rms_norm(stream, after, eps))
+
+
 def test_a_split_sum_leaves_its_counters_at_zero():
     x, w = torch.randn(5, 2048), torch.randn(72, 2048) / 45
     product = products.Product(w, None)

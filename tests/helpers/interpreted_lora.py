@@ -182,6 +182,7 @@ def test_a_gate_in_one_part_gets_the_product_of_one_matrix(monkeypatch, short, t
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 132), (20, 132), (20, 1)])
 def test_rows_behind_a_weight_are_multiplied_up_to_the_last_place_of_the_step(monkeypatch, tokens, slots):
     monkeypatch.setattr(products, "SLOTS", slots)
+    monkeypatch.setattr(products, "serves", lambda *_: False)
     monkeypatch.setattr(products, "vector_tile", lambda *_: {"BN": 16, "BK": 1024, "STAGES": 1, "num_warps": 4})
     info = ModuleInfo("up", "linear", 1100, (("gate", 64), ("up", 64)), "float32", "cpu")
     extended = ExtendedProduct(info, 3 * 2 * 16)

@@ -4,11 +4,14 @@
     qkv, gate_up:  y = (x W^T) * 1 / sqrt(sum(squares) / dim + eps);  gate_up also: activation(gate) * up
 
 So a norm is no separate kernel.  Its weight is applied when the stream is written, and its factor, one number per row,
-at the end of the next product.  One row is a *matvec* on the CUDA cores, which reads little more than the weight.  Up
-to 256 rows are a *GEMM* on the tensor cores.  TMA loads its tiles, and the weight's rows are on the long side of the
-tile::
+at the end of the next product.  One row is a *matvec* on the CUDA cores, which reads little more than the weight (small
+weights: ``one_row``).  Up to 256 rows are a *GEMM* on the tensor cores.  TMA loads its tiles, and the weight's rows are
+on the long side of the tile::
 
     grid (M / BM, N / BN, SK)     y^T [BN, BM] = W [BN, K / SK] x^T;   with SK > 1 the last program adds the parts
+
+With few rows of a small model the latency of the weights takes more time than a separate norm.  There the kernels of
+``fixed_rows`` load the weight before they wait.
 
 The weight is read once, x and y a few times.  Sums are float32 in an order that depends only on the shapes.  The
 reference is ``device.layers.fused``, which states each of the three operations in torch.
@@ -16,27 +19,30 @@ reference is ``device.layers.fused``, which states each of the three operations 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .activation import NUMBER, activate
+from .activation import NUMBER
+from .fixed_products import FixedProduct, leaves_of
+from .fixed_rows import MOST_INPUTS, FixedRow, chunk_of
 from .launch import cdiv, kernel, pdl, power, roomy, wait
+from .norm import add_rms_norm
+from .one_row import OUTPUTS, SMALL, multiply_row, serves
+from .product_epilogue import ADDED, GATED, PLAIN, ahead, finish, weight_of
 from .split_sums import scratch_of
 
 # largest number of rows for which these kernels are faster than a library's product and a second kernel for the
 # epilogue (measured on an H200)
 MOST_ROWS = 64
-# largest number of elements of a weight for which these kernels are also used for the rows in MANY_ROWS
-SMALL = 1 << 23
+# largest number of rows for kernels that load the weight before they wait, and have no epilogue but a gate
+FEW_ROWS = 8
 SLOTS = 132  # number of multiprocessors of an H100 or H200
 STAGE_BYTES = 208 * 1024  # bytes of shared memory for tiles that are being loaded or multiplied
 LARGE_TILES = ((32, 64), (64, 128), (128, 64))  # BM and BN of more than 128 rows
-PLAIN, GATED, ADDED = 0, 1, 2
 MANY_ROWS = {PLAIN: 256, GATED: 128, ADDED: 256}  # mode -> largest number of rows for small weights
 
 
@@ -50,40 +56,6 @@ class Limit(NamedTuple):
     each: int
 
 
-@triton.jit
-def _finish(
-    acc, up, om, on, tile, y, bias, residual, norm, in_squares, out_squares, eps, M, N: tl.constexpr,
-    DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
-    ACT: tl.constexpr,
-):  # fmt: skip
-    """Apply the epilogue to sums [BM, BN] at rows ``om`` and outputs ``on``, and store it; ``up`` is used by GATED."""
-    ok = (om < M)[:, None] & (on < N)[None, :]
-    if PARTS > 0:
-        op = tl.arange(0, PARTS_P)
-        s = tl.load(in_squares + om[:, None] * PARTS + op[None, :],
-                    mask=(om < M)[:, None] & (op < PARTS)[None, :], other=0.0)  # fmt: skip
-        factor = tl.rsqrt(tl.sum(s, 1) / DIM + eps)[:, None]
-        acc = acc * factor
-        up = up * factor
-    if BIAS:
-        acc += tl.load(bias + on, mask=on < N, other=0.0).to(tl.float32)[None, :]
-        if MODE == 1:
-            up += tl.load(bias + N + on, mask=on < N, other=0.0).to(tl.float32)[None, :]
-    at = om.to(tl.int64)[:, None] * N + on[None, :]
-    if MODE == 1:
-        gate = acc.to(y.dtype.element_ty).to(tl.float32)
-        acc = activate(gate, ACT) * up.to(y.dtype.element_ty).to(tl.float32)
-    if MODE == 2:
-        # Round as two kernels would, first the product, then the sum. The squares are those of the rounded sum.
-        stream = (acc.to(y.dtype.element_ty) + tl.load(residual + at, mask=ok, other=0.0)).to(y.dtype.element_ty)
-        tl.store(residual + at, stream, mask=ok)
-        wide = stream.to(tl.float32)
-        squares = tl.sum(tl.where(ok, wide * wide, 0.0), 1)
-        tl.store(out_squares + om * ((N + on.shape[0] - 1) // on.shape[0]) + tile, squares, mask=om < M)
-        acc = wide * tl.load(norm + on, mask=on < N, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + at, acc.to(y.dtype.element_ty), mask=ok)
-
-
 @kernel("used")
 def _matvec(
     x, weight, y, bias, residual, norm, in_squares, out_squares, used, eps, N: tl.constexpr, K: tl.constexpr,
@@ -91,41 +63,28 @@ def _matvec(
     ACT: tl.constexpr, FIXED: tl.constexpr, EACH: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row x by the weight, and apply the epilogue.
-
-    With STAGES 0 the program's rows of the weight are loaded to registers before the wait, otherwise by a pipelined
-    loop.
-    """
-    on, ok = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    """Multiply one row x by a large weight in a pipelined loop, and apply the epilogue."""
+    om, on, ok = tl.arange(0, 1), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    after = weight_of(norm, on, N, MODE)
     w_at = weight + on.to(tl.int64)[:, None] * K + ok[None, :]
     acc = tl.zeros([BN, BK], tl.float32)
     up = tl.zeros([BN, BK], tl.float32)
-    if STAGES == 0:
-        on_w = (on < N)[:, None] & (ok < K)[None, :]
-        w = tl.load(w_at, mask=on_w, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        u = w
+    wait(PDL)
+    if EACH > 0:
+        needed = FIXED + tl.load(used) * EACH
+        if tl.program_id(0) * BN >= needed:
+            return
+    factor, stream = ahead(om, on, residual, in_squares, eps, 1, N, DIM, PARTS, PARTS_P, MODE)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        on_w = (on < N)[:, None] & (k + ok < K)[None, :]
+        w = tl.load(w_at + k, mask=on_w, other=0.0, eviction_policy="evict_first")
+        v = tl.load(x + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)[None, :]
+        acc += w.to(tl.float32) * v
         if MODE == 1:
-            u = tl.load(w_at + N * K, mask=on_w, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        wait(PDL)
-        v = tl.load(x + ok, mask=ok < K, other=0.0).to(tl.float32)[None, :]
-        acc = w * v
-        up = u * v
-    else:
-        wait(PDL)
-        if EACH > 0:
-            needed = FIXED + tl.load(used) * EACH
-            if tl.program_id(0) * BN >= needed:
-                return
-        for k in tl.range(0, K, BK, num_stages=STAGES):
-            on_w = (on < N)[:, None] & (k + ok < K)[None, :]
-            w = tl.load(w_at + k, mask=on_w, other=0.0, eviction_policy="evict_first")
-            v = tl.load(x + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)[None, :]
-            acc += w.to(tl.float32) * v
-            if MODE == 1:
-                u = tl.load(w_at + N * K + k, mask=on_w, other=0.0, eviction_policy="evict_first")
-                up += u.to(tl.float32) * v
-    _finish(tl.sum(acc, 1)[None, :], tl.sum(up, 1)[None, :], tl.arange(0, 1), on, tl.program_id(0), y, bias, residual,
-            norm, in_squares, out_squares, eps, 1, N, DIM, PARTS, PARTS_P, MODE, BIAS, ACT)  # fmt: skip
+            u = tl.load(w_at + N * K + k, mask=on_w, other=0.0, eviction_policy="evict_first")
+            up += u.to(tl.float32) * v
+    finish(tl.sum(acc, 1)[None, :], tl.sum(up, 1)[None, :], om, on, tl.program_id(0), factor, stream, after, y, bias,
+           residual, out_squares, 1, N, PARTS, MODE, BIAS, ACT)  # fmt: skip
 
 
 @kernel("M", "used")
@@ -141,11 +100,14 @@ def _gemm(
     ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK], which return 0 outside the tensors.
     """
     row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
+    after = weight_of(norm, on, N, MODE)
     wait(PDL)
     if EACH > 0:
         needed = FIXED + tl.load(used) * EACH
         if tile * BN >= needed:
             return
+    factor, stream = ahead(om, on, residual, in_squares, eps, M, N, DIM, PARTS, PARTS_P, MODE)
     each: tl.constexpr = (K + BK * SK - 1) // (BK * SK) * BK
     acc = tl.zeros([BN, BM], tl.float32)
     up = tl.zeros([BN, BM], tl.float32)
@@ -154,7 +116,6 @@ def _gemm(
         acc = tl.dot(weight.load([tile * BN, k]), a, acc, input_precision="ieee" if IEEE else "tf32")
         if MODE == 1:
             up = tl.dot(weight.load([tile * BN + N, k]), a, up, input_precision="ieee" if IEEE else "tf32")
-    om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
     last = True
     if SK > 1:
         rows = tl.num_programs(0) * BM
@@ -177,20 +138,13 @@ def _gemm(
                     up += tl.load(at + (SK + i) * step, cache_modifier=".cg")
             tl.store(counter, 0)
     if last:
-        _finish(tl.trans(acc), tl.trans(up), om, on, tile, y, bias, residual, norm, in_squares, out_squares, eps, M, N,
-                DIM, PARTS, PARTS_P, MODE, BIAS, ACT)  # fmt: skip
+        finish(tl.trans(acc), tl.trans(up), om, on, tile, factor, stream, after, y, bias, residual, out_squares, M, N,
+               PARTS, MODE, BIAS, ACT)  # fmt: skip
 
 
-def vector_tile(n: int, k: int, gated: bool) -> dict[str, int]:
-    """Return the tile sizes of the kernel for one row, for a weight of n outputs (with a gate n pairs) and k inputs.
-
-    Small weights are in registers before the wait, large weights stream through shared memory.
-    """
+def vector_tile(k: int, gated: bool) -> dict[str, int]:
+    """Return the tile sizes of the kernel for one row and a large weight of k inputs."""
     sums = 2 if gated else 1  # of an output
-    if k <= 1024 or (k <= 4096 and n * k <= SMALL):
-        inputs = power(k)
-        rows = max(8192 // inputs, 2)
-        return dict(BN=rows // sums, BK=inputs, STAGES=0, num_warps=8 // sums)
     warps = 8 if k > 8192 else 4
     return dict(BN=8 // sums, BK=1024, STAGES=3, num_warps=warps)
 
@@ -248,6 +202,21 @@ def _staged(bm: int, bn: int, bk: int, sk: int, gated: bool) -> dict[str, int]:
     return {"BM": bm, "BN": bn, "BK": bk, "SK": sk, "STAGES": stages, "num_warps": 4}
 
 
+def loaded_row(weight: Tensor, mode: int, activation: str) -> FixedRow | None:
+    """Return the kernel for up to FEW_ROWS rows and a weight of a small model, None for other weights.
+
+    The residual stream has at most ``MOST_INPUTS`` elements, so the kernel serves the products before and behind it.
+    """
+    outputs, inputs = weight.shape
+    width = outputs if mode == ADDED else inputs
+    if width > MOST_INPUTS or inputs * weight.element_size() % 16:
+        return None
+    leaves = leaves_of(inputs) if mode == ADDED else 1
+    gate = activation if mode == GATED else None
+    product = FixedProduct(weight, leaves, gate, check=False)
+    return FixedRow(product) if chunk_of(product) else None
+
+
 class Product:
     """The kernels for one weight [N, K], with ``mode`` PLAIN, GATED (N = gate | up) or ADDED.
 
@@ -268,6 +237,9 @@ class Product:
         self.rows = 1
         if roomy(weight.device) and weight.dtype == torch.bfloat16 and self.k % 8 == 0:
             self.rows = MANY_ROWS[mode] if weight.numel() <= SMALL else MOST_ROWS
+        self.loaded: FixedRow | None = None
+        if bias is None and (self.rows > 1 or weight.device.type == "cpu"):
+            self.loaded = loaded_row(weight, mode, activation)
 
     def fits(self, x: Tensor) -> bool:
         """Return whether the kernel supports x [M, K].
@@ -290,49 +262,74 @@ class Product:
         limit: Limit | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute y [M, N] of x [M, K], and in mode ADDED the sums of squares [M, tiles] of the new ``residual`` [M,
-        N].
+        N], or None if y is already divided by its root mean square.
 
         The residual is changed in place.  ``squares`` [M, P] are the sums of squares of x, and ``eps`` is that of its
-        norm.  Outputs outside ``limit`` may have any value.
+        norm, in mode ADDED that of the next norm.  Outputs outside ``limit`` may have any value.
         """
         m = x.shape[0]
         n = self.n
         k = self.k
         gated = self.mode == GATED
+        if self.loaded is not None and 1 < m <= FEW_ROWS and squares is None and limit is None:
+            return self._few(self.loaded, x, eps, residual, norm), None
         y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-        limited = limit is not None
-        tile = vector_tile(n, k, gated) if m == 1 else matrix_tile(m, n, k, gated, limited)
-        bn = tile["BN"]
-        tiles = cdiv(n, bn)
+        small = m == 1 and serves(n, k)
+        if small:
+            tile = {"BN": OUTPUTS}
+        elif m == 1:
+            tile = vector_tile(k, gated)
+        else:
+            tile = matrix_tile(m, n, k, gated, limit is not None)
+        tiles = cdiv(n, tile["BN"])
         sums = None
         if self.mode == ADDED:
             sums = torch.empty((m, tiles), dtype=torch.float32, device=x.device)
-        used = None if limit is None else limit.used
-        given = (y, self.bias, residual, norm, squares, sums, used)
+        given = (y, self.bias, residual, norm, squares, sums)
         tensors = [y if one is None else one for one in given]  # the kernels do not read absent tensors
         parts = 0 if squares is None else squares.shape[1]
         constants = pdl(x) | tile
         constants["N"] = n
         constants["K"] = k
-        constants["DIM"] = k
         constants["PARTS"] = parts
-        constants["PARTS_P"] = power(max(parts, 1))
         constants["MODE"] = self.mode
         constants["BIAS"] = self.bias is not None
         constants["ACT"] = NUMBER[self.activation]
+        if small:
+            multiply_row(x, self.weight, tensors, eps, constants)
+            return y, sums
+        tensors.append(y if limit is None else limit.used)
+        constants["DIM"] = k
+        constants["PARTS_P"] = power(max(parts, 1))
         constants["FIXED"] = 0 if limit is None else limit.fixed
         constants["EACH"] = 0 if limit is None else limit.each
         if m == 1:
             _matvec[(tiles,)](x, self.weight, *tensors, eps, **constants)
             return y, sums
-        bm = tile["BM"]
-        bk = tile["BK"]
-        sk = tile["SK"]
+        self._multiply(x, tensors, eps, constants)
+        return y, sums
+
+    def _few(self, kernel: FixedRow, x: Tensor, eps: float, residual: Tensor | None, norm: Tensor | None) -> Tensor:
+        """Return y, in mode ADDED normalized, by a kernel that loads the weight before it waits."""
+        y = kernel(x)
+        if self.mode == ADDED:
+            assert norm is not None
+            y, _ = add_rms_norm(y, residual, norm, eps)
+        return y
+
+    def _multiply(self, x: Tensor, tensors: list[Tensor], eps: float, constants: dict[str, Any]) -> None:
+        """Launch the kernel for more than one row, with the tile in ``constants``."""
+        y, *_ = tensors
+        m = x.shape[0]
+        bm = constants["BM"]
+        bn = constants["BN"]
+        bk = constants["BK"]
+        sk = constants["SK"]
         rows = cdiv(m, bm)
-        columns = 2 * bn if gated else bn
+        tiles = cdiv(self.n, bn)
+        columns = 2 * bn if self.mode == GATED else bn
         scratch = scratch_of(y, sk, rows * bm * tiles * columns)
         inputs = TensorDescriptor.from_tensor(x, [bm, bk])
         weight = TensorDescriptor.from_tensor(self.weight, [bn, bk])
         constants["IEEE"] = x.dtype == torch.float32
         _gemm[(rows, tiles, sk)](inputs, weight, *tensors, scratch, self.arrived, eps, m, **constants)
-        return y, sums

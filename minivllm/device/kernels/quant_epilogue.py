@@ -13,7 +13,8 @@ from torch import Tensor
 
 from .activation import NUMBER
 from .launch import power
-from .products import ADDED, GATED, PLAIN, _finish
+from .product_epilogue import ADDED, GATED, PLAIN, ahead, weight_of
+from .product_epilogue import finish as finish_product
 from .quant_formats import QuantizedWeight
 
 
@@ -46,14 +47,16 @@ class Around(NamedTuple):
 
 @triton.jit
 def finish(acc, up, om, on, tile, around, M, F: tl.constexpr, P: tl.constexpr, NORMED: tl.constexpr):
-    """Apply ``products._finish`` to sums [BN, BM] of outputs ``on`` and rows ``om``, without the norm if NORMED.
+    """Apply ``product_epilogue.finish`` to sums [BN, BM] of outputs ``on`` and rows ``om``, without the norm if NORMED.
 
     ``around`` has y, bias, residual, norm, squares of x, squares of the result, and epsilon.
     """
     PARTS: tl.constexpr = 0 if NORMED else P.parts
     y, bias, residual, norm, in_squares, out_squares, eps = around
-    _finish(tl.trans(acc), tl.trans(up), om, on, tile, y, bias, residual, norm, in_squares, out_squares, eps, M, F.n,
-            F.k, PARTS, P.parts_p, P.mode, P.bias, P.act)  # fmt: skip
+    factor, stream = ahead(om, on, residual, in_squares, eps, M, F.n, F.k, PARTS, P.parts_p, P.mode)
+    after = weight_of(norm, on, F.n, P.mode)
+    finish_product(tl.trans(acc), tl.trans(up), om, on, tile, factor, stream, after, y, bias, residual, out_squares, M,
+                   F.n, PARTS, P.mode, P.bias, P.act)  # fmt: skip
 
 
 NOTHING = Around()

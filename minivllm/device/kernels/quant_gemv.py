@@ -235,7 +235,7 @@ def _beside(around, on, N: tl.constexpr, MODE: tl.constexpr):
 
 @triton.jit
 def _stored(acc, up, s, up_s, beside, on, factor, around, F: tl.constexpr, P: tl.constexpr):
-    """Apply the epilogue P to the sums [BN] of outputs ``on`` and store the result, as ``products._finish``.
+    """Apply the epilogue P to the sums [BN] of outputs ``on`` and store the result, as ``product_epilogue.finish``.
 
     Return the squares of the residual stream, or with a gate ``size_of`` the output, [BN].
     """

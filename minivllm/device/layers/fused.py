@@ -357,7 +357,7 @@ class LinearNorm(_Pair):
             if added is not None:
                 return added
             return self._normed(self.branch(row), residual)
-        y, squares = kernel(row, residual=residual, norm=self.norm.weight, **known)
+        y, squares = kernel(row, eps=self.norm.eps, residual=residual, norm=self.norm.weight, **known)
         return Normed(y, squares, self.norm.eps), residual
 
     def _added(self, x: Tensor | Rounded, residual: Tensor) -> NextInput | None:
