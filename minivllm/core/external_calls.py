@@ -3,7 +3,8 @@
 Calls of external code.  Whatever external code raises must end only the affected request or step, never the calling
 thread.  ``except Exception`` does not catch SystemExit, CancelledError, GeneratorExit, ``pytest.fail`` or
 KeyboardInterrupt, so ``call_foreign`` converts them into an ``Exception``.  A KeyboardInterrupt, or SystemExit from the
-handler of a signal, is also stored, and raised when the engine's current method ends (``alone``).
+handler of a signal, is also stored, and raised when the engine's current method ends (``alone``), or after the captures
+of a start.
 
 Calls by external code.  External code must not call the engine during a step.  ``alone`` refuses such calls.
 """
@@ -74,12 +75,17 @@ def alone(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         finally:
             self.within = ""
-            interrupt = getattr(_pending, "interrupt", None)
-            if interrupt is not None:
-                _pending.interrupt = None
-                raise interrupt
+            raise_stored()
 
     return run
+
+
+def raise_stored() -> None:
+    """Raise the exception of a signal's handler that ``contained`` has stored in this thread, if any."""
+    interrupt = getattr(_pending, "interrupt", None)
+    if interrupt is not None:
+        _pending.interrupt = None
+        raise interrupt
 
 
 def refuse_within(within: str, method: str) -> None:

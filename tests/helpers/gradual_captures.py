@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 
 import captured_steps
 import pytest
@@ -180,6 +181,29 @@ def test_a_capture_that_fails_while_serving_is_tried_once_and_its_steps_run_in_a
     assert tried and len(used.notes) == 1 and str(error) in used.notes[0]
     assert len(tried) <= len(used.refused) + list(used.samples.values()).count(None)
     assert GraphKey("decode", 4, 4, graphs.SHORT) in used.refused
+
+
+@pytest.mark.parametrize("number, error", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGUSR1, SystemExit)])
+@pytest.mark.parametrize("captures", [0, 4])  # before that with the signal; the fifth is of a draw
+def test_a_signal_during_a_capture_of_the_start_ends_the_start(model, monkeypatch, number, error, captures):
+    capture, made = CpuRecorder.capture, []
+
+    def interrupted(self, run, before=None):
+        made.append(run)
+        if len(made) == captures + 1:
+            signal.raise_signal(number)
+        return capture(self, run, before)
+
+    def leave(number, frame):
+        raise SystemExit(128 + number)
+
+    monkeypatch.setattr(CpuRecorder, "capture", interrupted)
+    handler = signal.signal(signal.SIGUSR1, leave)
+    try:
+        with cpu_captures(), pytest.raises(error):
+            engine(model, **SIZES)
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
 
 
 def test_a_request_that_ends_by_an_abort_leaves_the_captures_that_follow_intact(model):

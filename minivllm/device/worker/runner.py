@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minivllm.core.external_calls import as_exception
+from minivllm.core.external_calls import as_exception, raise_stored
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.executor import Capacity
 from minivllm.core.interfaces.model import takes_logits_indices
@@ -121,6 +121,7 @@ class Runner:
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
         with w.times.of("captures"):
             self.graphs = self.captured_steps()
+            raise_stored()  # Ctrl-C during a capture ends the start
             self.native = self.native_steps()
         self.drafted = self.drafted_steps()  # captures of steps with drafts; None if ``captured_drafts`` is off
         self.weights = RunningWeights(self)
