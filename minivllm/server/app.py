@@ -30,7 +30,7 @@ from .middleware import around
 from .ollama import embed as ollama_embed
 from .ollama import generate as ollama
 from .ollama import models as ollama_models
-from .openai import chat, completions, sockets, websocket
+from .openai import chat, completions, operator_fields, sockets, websocket
 from .openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -165,6 +165,7 @@ PROBES = (
     ("/ping", "health", "POST"),
 )
 OPERATORS = frozenset(route for _, route, *_ in ADMIN)
+BODILESS = frozenset(route for _, route, method, body, *_ in ADMIN if method != "GET" and body is None)
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
@@ -287,6 +288,10 @@ class Application:
             if self.service is None:
                 raise _unavailable(self.reason)
             try:
+                if route in OPERATORS:
+                    operator_fields.check_query(request)
+                if route in BODILESS:
+                    await operator_fields.check_no_fields(request, self.service)
                 return await route(request, self.service)
             except ApiError:
                 raise

@@ -23,6 +23,7 @@ from .openai import chat, fields
 from .openai.bodies import DetokenizeBody, LoadAdapterBody, TokenizeBody, UnloadAdapterBody
 from .openai.generate import Service, read_body
 from .openai.logprobs import Speller
+from .openai.operator_fields import read_operation
 from .openai.tokens import MANY
 
 MOST_IDS = 1 << 20  # largest number of token ids in a request to /detokenize
@@ -141,7 +142,7 @@ async def _spelled(service: Service, ids: list[int]) -> list[str | None]:
 async def detokenize(request: Request, service: Service) -> Any:
     """Return the text of token ids.  ApiError (400) for anything but a list of valid ids."""
     body = await read_body(request, service, DetokenizeBody)
-    fields.check(body)
+    _, warnings = fields.check(body)
     service.check_model(body.model)
     ids = body.tokens
     vocab = service.client.info.vocab_size
@@ -155,9 +156,11 @@ async def detokenize(request: Request, service: Service) -> Any:
     owner = request.scope["state"]["owner"]
     text = await service.tokens.decode(ids, False, owner)
     # clients of llama.cpp name no model
-    answer = {"prompt": text}
+    answer: dict[str, Any] = {"prompt": text}
     if body.model is None:
         answer["content"] = text
+    if warnings:
+        answer["warnings"] = warnings
     return _json(answer)
 
 
@@ -239,8 +242,7 @@ async def reset_prefix_cache(request: Request, service: Service) -> Any:
 async def load_adapter(request: Request, service: Service) -> Any:
     """Load an adapter (LoRA) from a folder within ``lora_dir``, serve it under a name, and return a message of
     success."""
-    body = await read_body(request, service, LoadAdapterBody)
-    fields.check(body)
+    body = await read_operation(request, service, LoadAdapterBody)
     name, path = _text(body, "lora_name"), _text(body, "lora_path")
     await service.adapters.load(service.client, service.adapters.new(name, path))
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
@@ -248,8 +250,7 @@ async def load_adapter(request: Request, service: Service) -> Any:
 
 async def unload_adapter(request: Request, service: Service) -> Any:
     """Stop serving an adapter under its name, and return a message of success.  Requests that run keep it."""
-    body = await read_body(request, service, UnloadAdapterBody)
-    fields.check(body)
+    body = await read_operation(request, service, UnloadAdapterBody)
     name = _text(body, "lora_name")
     await service.adapters.unload(service.client, name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")

@@ -19,9 +19,9 @@ from minivllm.errors import ConfigError, shown
 from minivllm.files import expanded
 
 from .errors import ApiError
-from .openai import fields
 from .openai.bodies import PrefixBody, PrefixFileBody
-from .openai.generate import Service, read_body
+from .openai.generate import Service
+from .openai.operator_fields import read_operation
 
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\.tar")
 
@@ -35,8 +35,7 @@ async def names(request: Request, service: Service) -> Any:
 async def save(request: Request, service: Service) -> Any:
     """Compute a prompt, keep its blocks on the disk under a name until the name is dropped, and return the name and the
     number of saved tokens.  ApiError (400) for a wrong name or prompt."""
-    body = await read_body(request, service, PrefixBody)
-    fields.check(body)
+    body = await read_operation(request, service, PrefixBody)
     state = request.scope["state"]
     if not isinstance(body.name, str):
         raise ApiError(400, "name: expected a text of 1 to 60 bytes", "name")
@@ -125,8 +124,7 @@ async def _places(request: Request, service: Service) -> tuple[Path, Path]:
 
     ApiError (400) without ``server.prefix_dir``, without the store, and for a name that is not a plain name of a
     file."""
-    body = await read_body(request, service, PrefixFileBody)
-    fields.check(body)
+    body = await read_operation(request, service, PrefixFileBody)
     folder = service.server.prefix_dir
     if folder is None:
         raise ApiError(400, "this server has no folder for files: start it with server.prefix_dir", "file")

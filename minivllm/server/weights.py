@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse
 from minivllm.errors import shown
 
 from .errors import ApiError
-from .openai import fields
 from .openai.bodies import PauseBody, SleepBody, WeightsBody
-from .openai.generate import Service, read_body
+from .openai.generate import Service
+from .openai.operator_fields import read_operation
 
 MOST_PATH = 1024  # largest number of characters of a path
 
@@ -26,8 +26,7 @@ async def show(request: Request, service: Service) -> Any:
 async def pause(request: Request, service: Service) -> Any:
     """Run no more steps until ``/resume``, and return the engine's answer.  Requests wait, or end with
     ``keep_requests`` false."""
-    body = await read_body(request, service, PauseBody)
-    fields.check(body)
+    body = await read_operation(request, service, PauseBody, optional=True)
     return await _answer(service, "pause", keep_requests=body.keep_requests is not False)
 
 
@@ -38,18 +37,24 @@ async def resume(request: Request, service: Service) -> Any:
 
 async def update(request: Request, service: Service) -> Any:
     """Replace the weights by those of a folder within ``weights_dir``, and return the engine's answer."""
-    body = await read_body(request, service, WeightsBody)
-    fields.check(body)
+    body = await read_operation(request, service, WeightsBody)
     options = {name: getattr(body, name) for name in ("partial", "finite", "kv")}
     given = {name: value for name, value in options.items() if value is not None}
     return await _answer(service, "update", path=_folder(service, body.path), **given)
 
 
 async def sleep(request: Request, service: Service) -> Any:
-    """Free the memory of the KV cache and of the weights, and return the engine's answer."""
-    body = await read_body(request, service, SleepBody)
-    fields.check(body)
-    return await _answer(service, "sleep", level=1 if body.level is None else body.level)
+    """Free the memory of the KV cache and of the weights, and return the engine's answer.
+
+    The level is a field of the body, or as in vLLM a parameter of the query string.  ApiError (400) if both differ."""
+    body = await read_operation(request, service, SleepBody, optional=True)
+    level, text = body.level, request.query_params.get("level")
+    if text is not None:
+        if text not in ("1", "2") or level not in (None, int(text)):
+            found = f"level={shown(text)}" + (f" and level={level} in the body" if level is not None else "")
+            raise ApiError(400, f"{found}: expected 1 or 2", "level")
+        level = int(text)
+    return await _answer(service, "sleep", level=1 if level is None else level)
 
 
 async def wake(request: Request, service: Service) -> Any:

@@ -107,9 +107,10 @@ def test_an_operator_loads_and_unloads_adapters(server):
     assert post("unload_lora_adapter", lora_name="two").status_code == 404
     body = {"model": "two", "prompt": "x", **GREEDY}
     assert server.client.post(f"{server.url}/v1/completions", json=body).status_code == 404
-    assert post("load_lora_adapter", lora_name="two", lora_path="three").status_code == 200
+    assert post("load_lora_adapter", lora_name="two", lora_path="three", load_inplace=True).status_code == 400
+    assert post("load_lora_adapter", lora_name="two", lora_path="three", load_inplace=False).status_code == 200
     assert text(server, "two")
-    assert post("unload_lora_adapter", lora_name="two").status_code == 200
+    assert post("unload_lora_adapter", lora_name="two", lora_int_id=3).status_code == 200
 
 
 def test_wrong_loads_are_refused_and_change_nothing(server, folder):

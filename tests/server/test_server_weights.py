@@ -87,6 +87,29 @@ def test_wrong_values_are_refused(server):
     assert post(server, "/update_weights", path="first", kv="all")[0] == 400
 
 
+@pytest.mark.parametrize("route", ["/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/reset_prefix_cache"])
+def test_operators_learn_of_a_field_that_a_route_does_not_read(server, route):
+    before = server.client.get(f"{server.url}/weights").json()
+    status, answer = post(server, route, path="first", mode="abort")
+    name = "mode" if route == "/update_weights" else "path"
+    assert status == 400 and answer["error"]["param"] == name and "is not read here" in answer["error"]["message"]
+    status, answer = post(server, f"{route}?tags=weights")
+    assert status == 400 and answer["error"]["param"] == "tags"
+    assert server.client.get(f"{server.url}/weights").json() == before
+
+
+def test_a_pause_and_a_sleep_need_no_body_and_the_level_may_stand_in_the_query(server):
+    def level(route, **more):
+        answer = server.client.post(f"{server.url}{route}", **more)
+        return answer.json()["sleep_level"] if answer.status_code == 200 else answer.status_code
+
+    assert level("/pause") == 0 and level("/resume") == 0
+    assert level("/sleep") == 1 and level("/wake_up", json={"tags": None}) == 0
+    assert level("/sleep?level=2") == 2 and level("/wake_up") == 0
+    assert [level("/sleep?level=3"), level("/sleep?level=1", json={"level": 2})] == [400, 400]
+    assert level("/wake_up") == 400, "nothing sleeps"
+
+
 def test_users_may_not(server):
     for path in ("pause", "resume", "update_weights", "sleep", "wake_up"):
         answer = server.client.post(f"{server.url}/{path}", json={}, headers={"Authorization": "Bearer user"})
