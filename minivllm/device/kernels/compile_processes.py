@@ -32,6 +32,7 @@ from typing import Any
 
 import triton
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from minivllm.device import early
@@ -181,7 +182,7 @@ def main(numbers: str) -> None:
 
     ``numbers`` are the descriptors of the sockets with commas between them."""
     hashing = early.begin(early.hash_compiler)
-    import_module("torch")  # modules of kernels import it
+    import_module("minivllm.device.kernels.launch")  # modules of kernels import it, and it imports torch
     hashing.join()
     links = [Connection(int(number)) for number in numbers.split(",")]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it ends the workers only
@@ -218,10 +219,21 @@ def _end_with(link: Connection) -> None:
     os._exit(0)
 
 
+class _Target:
+    """The part of Triton's driver that a compilation reads: some functions of kernels depend on the GPU."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+
 def _answer(request: bytes) -> bytes:
     """Compile the kernel of a request; return the error, or nothing."""
     try:
         source, target, options, launcher = pickle.loads(request)
+        driver.set_active(_Target(target))
         kernel = triton.compile(source, target=target, options=options)
     except BaseException as e:  # an assertion or a SystemExit of Triton must not end the process
         return f"{type(e).__name__}: {e}".encode()

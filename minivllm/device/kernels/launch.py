@@ -23,6 +23,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .compile_keys import order_keys
+
+order_keys()  # before a key is computed: every process that compiles kernels imports this module
+
 
 def cdiv(n: int, size: int) -> int:
     """Return n / size, rounded up.  ``triton.cdiv`` takes microseconds, because kernels may call it too."""

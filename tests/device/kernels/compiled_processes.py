@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from compiled_loops import Hopper
 from process_groups import living
-from small_kernels import broken, double, negate, number
+from small_kernels import ask_target, broken, double, negate, number, scale, scale_twice, scaled
 from triton import knobs
 from triton.runtime import driver
 
@@ -72,12 +72,28 @@ def check_kernels() -> None:
     assert os.getsid(processes.pid) != os.getsid(0), "Ctrl-C must not reach the processes"
     launches = [partial(double[(1,)], X, X, 64, size, half) for size in (16, 32) for half in (False, True)]
     launches += [partial(number[(1,)], X, 16, "fp16", tl.float16), partial(unnamed[(1,)], X, 16)]
+    launches.append(partial(ask_target[(1,)], X))
     errors, finished = compile_all(CompileAhead(CPU, 2, processes), *launches)
-    assert errors == [None] * 6 and finished
-    assert sorted(compiled.found) == [("double", True)] * 4 + [("number", True), ("unnamed", False)]
+    assert errors == [None] * 7 and finished, errors
+    others = [("ask_target", True), ("number", True), ("unnamed", False)]
+    assert sorted(compiled.found) == sorted([("double", True)] * 4 + others)
+    assert "7.77" in next(iter(ask_target.device_caches[0][0].values())).asm["ttgir"]
     ptx = [one.asm["ptx"] for one in double.device_caches[0][0].values()]
     assert len(set(ptx)) == 4 and all("sm_90" in text for text in ptx)
     wait_for(lambda: not living(processes.pid, zombies=True), 5.0)
+
+
+def check_keys() -> None:
+    """Check that the key of a kernel does not depend on the kernels whose keys were computed before.
+
+    Another process, and a later start, compute keys in another order."""
+    keys = {"scale": set(), "scale_twice": set()}
+    for order in ((scale, scale_twice), (scale_twice, scale)):
+        for function in (scaled, *order):
+            function.hash, function.used_global_vals = None, {}
+        for function in order:
+            keys[function.__name__].add(function.cache_key)
+    assert [len(found) for found in keys.values()] == [1, 1]
 
 
 def check_errors() -> None:

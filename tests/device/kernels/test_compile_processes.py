@@ -35,7 +35,7 @@ def run_check(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["kernels", "errors", "end_of_processes", "patience", "cancelled", "forgotten", "forked"]
+    "name", ["kernels", "keys", "errors", "end_of_processes", "patience", "cancelled", "forgotten", "forked"]
 )
 def test_processes_compile_each_kernel_or_leave_it_to_a_thread(name):
     assert run_check(name) == (0, "ok", "")
