@@ -44,6 +44,7 @@ from minivllm.testing.tiny import tiny_dir  # noqa: E402
 
 LIMITS = {fact: limit for fact, limit in spec.TRITON.limits.items() if fact != "sm"}
 LIMITS_OF_ROWS = ({}, {"top_p": 0.8}, {"top_k": 40}, {"top_k": 500}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.5})
+EVENTS: list[str] = []  # "wait" for compilations and "capture", in order
 
 
 class OnCpu(Triton):
@@ -73,6 +74,7 @@ class Recorder:
         run()
 
     def capture(self, run, before=None):
+        EVENTS.append("capture")
         return None, None
 
 
@@ -129,6 +131,7 @@ def main(folder: Path) -> None:
 
         def wait(self, jobs):
             assert jobs
+            EVENTS.append("wait")
 
     ahead.ThreadPoolExecutor, ahead.CompileAhead = Held, Ahead  # type: ignore[misc, assignment]
     start._reason_against = lambda wiring, kernels: None
@@ -156,6 +159,9 @@ def main(folder: Path) -> None:
         first, names = made[0].rehearsed[0]
         assert first.func is build._early_step, "it comes before the attention back end tries its kernels"
         assert {"_attend", "_prefill", "_write"} <= names, names
+        begun = EVENTS.index("capture")
+        two = EVENTS[begun - 1 : begun + 3]
+        assert two == ["wait", "capture"] * 2, "each capture waits only for its own kernels"
         queued = set(made[0].jobs)
         assert len(steps.layers.blocks) == 3
         steps.layers.blocks = None  # from here on all layers run
