@@ -90,7 +90,7 @@ def test_a_gated_product_has_the_bits_of_the_product_and_the_gate(kind):
 
 @pytest.mark.usefixtures("tensor_core")
 @pytest.mark.parametrize(("n", "k", "leaves", "kind"), [(128, 256, 1, None), (192, 512, 8, None), (64, 128, 1, "silu")])
-def test_the_kernel_of_one_row_has_the_bits_of_the_tiles(n, k, leaves, kind):
+def test_the_kernel_of_few_rows_has_the_bits_of_the_tiles(n, k, leaves, kind):
     torch.manual_seed(n)
     x, w = torch.randn(20, k), torch.randn(n if kind is None else 2 * n, k)
     product = FixedProduct(w, leaves, kind)
@@ -99,6 +99,8 @@ def test_the_kernel_of_one_row_has_the_bits_of_the_tiles(n, k, leaves, kind):
     for i in (0, 7, 19):
         assert torch.equal(row(x[i : i + 1]), want[i : i + 1])
         assert not row.arrived.any()
+    for few in (2, 7, fixed_rows.MOST_ROWS):
+        assert torch.equal(row(x[:few]), want[:few]) and not row.arrived.any()
     near(want[:1], activation.gate_mul(x[:1] @ w.t()) if kind else x[:1] @ w.t(), 1e-3)
     linear = FixedLinear(w, leaves, kind)
     assert linear.row is not None and torch.equal(linear(x[3:4]), want[3:4]) and torch.equal(linear(x), want)
