@@ -109,7 +109,8 @@ class CompileProcesses:
 
 def start_processes(count: int) -> CompileProcesses | None:
     """Start ``count`` processes that compile kernels; return None if they would not save time or cannot be started."""
-    if count <= FEW or not hasattr(os, "fork") or not sys.executable:
+    frozen = getattr(sys, "frozen", False)  # then ``sys.executable`` is an application, which would start again
+    if count <= FEW or not hasattr(os, "fork") or not sys.executable or frozen:
         return None
     try:
         return CompileProcesses(count)

@@ -56,6 +56,12 @@ def test_few_cores_and_systems_without_fork_have_no_processes(monkeypatch):
     assert compile_processes.start_processes(16) is None
 
 
+def test_an_application_without_an_interpreter_is_not_started_again(monkeypatch):
+    monkeypatch.setattr(compile_processes, "CompileProcesses", lambda count: pytest.fail("started"))
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert compile_processes.start_processes(16) is None
+
+
 def test_threads_compile_if_no_process_can_be_started(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     assert compile_processes.start_processes(16) is None
