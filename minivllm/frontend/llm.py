@@ -553,15 +553,15 @@ def uninterrupted() -> Iterator[list[tuple[Any, ...]]]:
     """Delay the handlers of signals until the context ends.  Yield the list of signals that have arrived.
 
     A handler may raise KeyboardInterrupt or any other exception.  In the middle of a step, that would leave the engine
-    in an inconsistent state.
+    in an inconsistent state.  A signal without a Python handler (SIG_DFL, SIG_IGN) acts as usual.
     """
     arrived: list[tuple[Any, ...]] = []
     if threading.current_thread() is not threading.main_thread():
         yield arrived
         return
     handlers: dict[int, Any] = {}
-    for number in SIGNALS:
-        handler = signal.getsignal(number)
+    for number in (signal.SIGINT, *SIGNALS):
+        handler = signal.getsignal(number)  # None for a handler in C, and while Python ends
         if callable(handler):
             handlers[number] = handler
 
@@ -570,8 +570,7 @@ def uninterrupted() -> Iterator[list[tuple[Any, ...]]]:
         arrived.append(args)
 
     try:
-        handlers[signal.SIGINT] = signal.signal(signal.SIGINT, hold)
-        for number in handlers.keys() - {signal.SIGINT}:
+        for number in handlers:
             signal.signal(number, hold)
         yield arrived
     finally:
@@ -579,8 +578,7 @@ def uninterrupted() -> Iterator[list[tuple[Any, ...]]]:
         # SIGINT first, then the handlers of the stored signals run in the order of arrival.
         with contextlib.ExitStack() as stack:
             for args in reversed(arrived):
-                if callable(handlers[args[0]]):
-                    stack.callback(handlers[args[0]], *args)
+                stack.callback(handlers[args[0]], *args)
             for number, handler in handlers.items():
                 if number != signal.SIGINT:
                     stack.callback(signal.signal, number, handler)
