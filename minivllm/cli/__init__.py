@@ -211,6 +211,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if exc.code or lost is None:
             raise
         code = 0
+    except KeyboardInterrupt:  # also while the parser is built
+        print(file=sys.stderr)
+        return 130
     if lost is None or not lost.written or code:
         return code
     return _fail("standard output is closed; open it, or use > /dev/null", ResourceError.exit_code)
@@ -244,9 +247,6 @@ def _run(argv: Sequence[str] | None) -> int:
         if debug:
             traceback.print_exc()
         return _fail(brief(one_line(str(exc)), LONGEST_MESSAGE), exc.exit_code)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader of the output has closed the pipe
         streams.discard_output()
         return 0

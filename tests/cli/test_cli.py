@@ -455,3 +455,11 @@ def test_a_record_that_cannot_be_written_does_not_take_the_results_along(tmp_pat
     code, out, err = run_cli(capsys, "run", str(tmp_path / "exp.toml"), *SMALL, *record)
     assert code == 2
     assert json.loads(out)["prompt"] == "Once" and "the record cannot be written" in err
+
+
+def test_ctrl_c_ends_a_command_with_130_also_while_its_flags_are_read(capsys, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("minivllm.cli.make_parser", interrupted)
+    assert run_cli(capsys, "plugins") == (130, "", "\n")
