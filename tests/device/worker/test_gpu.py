@@ -204,7 +204,7 @@ def test_engines_in_threads_of_one_process_capture_side_by_side(tmp_path):
 def test_invariant_bits_with_any_cache_depend_on_neither_the_block_size_nor_the_other_rows(dtype, kv_format):
     items = prompts(2000, (45, 35, 7, 60, 100, 33))
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=3, detokenize=False)
-    sizes = dict(max_model_len=256, num_kvcache_blocks=150, gpu_memory_utilization=0.1)
+    sizes = dict(max_model_len=256, max_num_seqs=8, num_kvcache_blocks=150, gpu_memory_utilization=0.1)
     base = dict(model="pocket", dtype=dtype, kv_format=kv_format, batch_invariant=True, **sizes)
     found = []
     for size, budget, alone in ((32, 1024, True), (16, 16, False), (64, 64, False)):
