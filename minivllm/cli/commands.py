@@ -167,17 +167,22 @@ def run(args: argparse.Namespace) -> int:
     if record is not None:
         recording.check_recorded(record, loaded, args)
     outputs: list[Any] = []
-    with open_llm(loaded, args) as llm:
-        complete = llm.chat if loaded.run.chat else llm.generate
-        terminal = sys.stderr.isatty()
-        start = time.perf_counter()
-        for prompts, params, taps in batches:
-            outputs += complete(prompts, params, use_tqdm=terminal, taps=taps)
-        seconds = time.perf_counter() - start
-        dead = llm.engine.dead is not None
-        now = llm.bill_of_materials() if record is not None else {}
-        # before the record, which is written when the LLM is closed
-        _write_results(path, loaded.run.prompts, outputs)
+    answered = False
+    try:
+        with open_llm(loaded, args) as llm:
+            complete = llm.chat if loaded.run.chat else llm.generate
+            terminal = sys.stderr.isatty()
+            start = time.perf_counter()
+            for prompts, params, taps in batches:
+                outputs += complete(prompts, params, use_tqdm=terminal, taps=taps)
+            seconds = time.perf_counter() - start
+            dead = llm.engine.dead is not None
+            now = llm.bill_of_materials() if record is not None else {}
+            answered = True
+    finally:
+        # behind the output of hooks, and also if the record, which is written when the LLM is closed, cannot be written
+        if answered:
+            _write_results(path, loaded.run.prompts, outputs)
     tokens = sum(len(sequence.token_ids) for output in outputs for sequence in output.outputs)
     where = path or "standard output"
     print(f"{len(outputs)} results to {where}: {tokens} tokens in {seconds:.1f} s", file=sys.stderr)
