@@ -22,6 +22,7 @@ from typing import Any
 from minivllm import __version__
 from minivllm.device.hardware import Device, find_device, free_ram
 from minivllm.errors import MinivllmError, ResourceError
+from minivllm.limits import usable_cores
 from minivllm.runtime.processes.channel import shared_file
 from minivllm.runtime.processes.child import Child, ChildEnded
 
@@ -88,7 +89,7 @@ def _device(device: Device, ranks: int, seconds: float) -> Lines:
     several = f", {device.devices} of it" if device.devices > 1 else ""
     yield "device", f"{device.kind}: {device.name}, {device.memory / 2**30:.1f} GiB{several}"
     if device.kind == "cpu":
-        yield "", f"{os.cpu_count()} cores, {free_ram() / 2**30:.1f} GiB of memory free"
+        yield "", f"{usable_cores()} cores, {free_ram() / 2**30:.1f} GiB of memory free"
         return
     import torch
 

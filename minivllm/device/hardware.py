@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.errors import ConfigError, ResourceError
+from minivllm.limits import allowed_memory, limit_threads, memory_limit
 
 CAP = "ONEDNN_MAX_CPU_ISA"
 # Kernels that oneDNN keeps, enough for the last fifty batch sizes. torch's own cache holds the same kernels again and
@@ -82,7 +83,7 @@ class Device:
 
 
 def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str | None:
-    """Set variables that limit kernel caches, spinning threads and oneDNN's instruction set, and return the set limit.
+    """Set variables that limit kernel caches, threads, spinning and oneDNN's instruction set; return the last of them.
 
     The instruction set is limited only if the operating system offers AVX512-BF16 but not AMX.  The result is None if
     it is not limited here.  torch reads the variables when it is imported and at its first matrix product, so this
@@ -94,6 +95,7 @@ def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str 
             environ.setdefault(name, most)
     for name, most in KEPT.items():
         environ.setdefault(name, most)
+    limit_threads(environ)
     if CAP in environ:
         return None
     if cpuinfo is None:
@@ -145,18 +147,17 @@ def _cpu_name() -> str:
 def _host_memory() -> int:
     """Return the bytes of memory that this process may use: all of the machine, or the limit of its control group."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-        return min(total, int(file.read()))  # ValueError for "max", which means no limit
-    return total
+    limit = memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def free_ram() -> int:
-    """Return the bytes of memory that are available on the host."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return int(next(line for line in file if line.startswith("MemAvailable")).split()[1]) * 1024
-    except (OSError, StopIteration):
-        return 4 << 30
+    """Return the bytes of memory that are available to this process on the host."""
+    found = 4 << 30
+    with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo", encoding="ascii") as file:
+        found = int(next(line for line in file if line.startswith("MemAvailable")).split()[1]) * 1024
+    allowed = allowed_memory()
+    return found if allowed is None else min(found, allowed)
 
 
 # ---------------------------------------------------------------- which dtypes a CPU multiplies

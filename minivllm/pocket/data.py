@@ -5,11 +5,12 @@ of workers.  A batch is an array (3, rows, length + 1) of tokens, document numbe
 """
 
 import multiprocessing
-import os
 from collections.abc import Iterator
 from random import Random
 
 import numpy as np
+
+from minivllm.limits import usable_cores
 
 from . import tasks
 from .tokenizer import Encoder, load
@@ -198,7 +199,7 @@ def batches(
     `workers` processes make them; 0 means this process, None one for each core but one.
     """
     if workers is None:
-        workers = max(1, (os.cpu_count() or 2) - 1)
+        workers = max(1, usable_cores() - 1)
     if workers == 0:
         encoder = Encoder(load(folder))
         while True:

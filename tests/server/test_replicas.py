@@ -57,7 +57,7 @@ def test_replicas_get_gpus_of_their_own_or_a_share_of_the_cores(tmp_path, monkey
     assert pairs == [{"CUDA_VISIBLE_DEVICES": "7,5"}, {"CUDA_VISIBLE_DEVICES": "3,1"}]
     with pytest.raises(ConfigError, match=r"replicas=5 .* needs 5 GPUs, and 4 can be used; lower server.replicas to 4"):
         environments(loaded(5), {}, folder)
-    monkeypatch.setattr("minivllm.server.replicas.places.cores", lambda: 8)
+    monkeypatch.setattr("minivllm.server.replicas.places.usable_cores", lambda: 8)
     assert environments(loaded(3), {}, str(tmp_path / "none")) == [{"OMP_NUM_THREADS": "2"}] * 3
     assert environments(loaded(5, device="cpu"), {}, folder) == [{"OMP_NUM_THREADS": "1"}] * 5
     assert environments(loaded(2), {"OMP_NUM_THREADS": "3"}, str(tmp_path / "none")) == [{}, {}]

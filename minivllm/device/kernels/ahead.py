@@ -38,6 +38,7 @@ from triton.runtime.jit import JITFunction
 
 import minivllm
 from minivllm.errors import describe_error
+from minivllm.limits import usable_cores
 
 from .compile_processes import CompileProcesses, make_request
 
@@ -242,7 +243,7 @@ def prepare_rehearsals() -> None:
 def usable_threads() -> int:
     """Return the number of threads that compile kernels: one for each core that this process may use, at most
     ``THREADS``."""
-    return min(THREADS, len(os.sched_getaffinity(0)))
+    return min(THREADS, usable_cores())
 
 
 class CompileAhead:

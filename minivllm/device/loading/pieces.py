@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from minivllm.limits import usable_cores
+
 PIECE = 8 << 20  # largest number of bytes that a call of ``in_threads`` reads, scales or checks
-THREADS = min(8, os.cpu_count() or 1)  # threads of ``in_threads``
+THREADS = min(8, usable_cores())  # threads of ``in_threads``
 T = TypeVar("T")
 
 

@@ -9,7 +9,6 @@ A method (``AdapterMethod``) reads and applies the adapters.  Each place has an 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from minivllm.device.layers.linear import Linear
 from minivllm.device.loading.adapter_files import TYPE, AdapterChecks, method_of
 from minivllm.device.loading.adapter_weights import AdapterReader
 from minivllm.errors import MinivllmError, describe_error
+from minivllm.limits import usable_cores
 from minivllm.registry import build_part
 
 from .capture import ALONE
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from minivllm.device.layers.parts import ModelParts
 
 
-THREADS = min(8, os.cpu_count() or 1)  # folders that are read at the same time
+THREADS = min(8, usable_cores())  # folders that are read at the same time
 
 
 class LoadedAdapter(NamedTuple):

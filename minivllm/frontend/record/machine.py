@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from minivllm.limits import usable_cores
+
 from . import Entries
 
 LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
@@ -48,10 +50,7 @@ def machine(device: Any) -> Entries:
     from minivllm.device.native import library
 
     cpu = device if device.kind == "cpu" else find_device("cpu")
-    cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    found: Entries = {"cpu": cpu.name, "cores": cores, "threads": torch.get_num_threads()}
+    found: Entries = {"cpu": cpu.name, "cores": usable_cores(), "threads": torch.get_num_threads()}
     found["memory_gib"] = round(cpu.memory / 2**30, 1)
     found["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     if device.kind == "cpu":

@@ -21,6 +21,7 @@ from minivllm.core.interfaces.plan import StepResult
 from minivllm.core.wiring import wiring_from_json
 from minivllm.device.worker.process import build
 from minivllm.errors import MinivllmError, ResourceError, part_fault
+from minivllm.limits import threads_given
 from minivllm.runtime.processes.channel import Channel, ChannelClosed
 from minivllm.runtime.processes.child import attach
 from minivllm.runtime.processes.status import BEGUN, CALLS, DONE, LEFT, MET, OPERATION, PHASE, StatusPage
@@ -124,7 +125,7 @@ class Rank:
 
         if wiring.device == "cuda":
             torch.cuda.set_device(self.settings.get("device", self.rank))
-        elif "OMP_NUM_THREADS" not in os.environ:
+        elif not threads_given(os.environ):
             torch.set_num_threads(max(1, torch.get_num_threads() // self.size))
         self.note(PHASE, MEETS)
         ranks = self.ranks = ProcessGroup(self.rank, self.size, wiring.device, self._calls)

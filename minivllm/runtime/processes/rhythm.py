@@ -14,16 +14,13 @@ import os
 import threading
 import time
 
+from minivllm.limits import usable_cores
+
 # Polling begins so many seconds before the expected end of a wait, because a sleep ends about 100 us late.
 EARLY = 200e-6
 LATE = 150e-6  # polling ends so many seconds after the expected end of a wait
 LONG = 10e-3  # a process does not poll for waits of more seconds, for which the cost of waking up is negligible
 GAIN = 0.25  # weight of the latest wait in the mean
-
-
-def cores() -> int:
-    """Return the number of processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 let_others = getattr(os, "sched_yield", lambda: None)  # lets other processes of this core run
@@ -36,7 +33,7 @@ class Rhythm:
         self.usual = 0.0  # seconds
         self._since = float("-inf")
         # polling needs a second core, because on a single one it would keep the other process from running
-        self._looks = cores() > 1
+        self._looks = usable_cores() > 1
 
     def begin(self) -> None:
         """Start to measure a wait."""

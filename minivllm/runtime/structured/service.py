@@ -9,7 +9,6 @@ Tenants share neither compiled grammars nor refusals.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 from minivllm.core.interfaces.grammar import Compiled, GrammarContext, GrammarSource
 from minivllm.core.interfaces.structured import NAME
 from minivllm.errors import MinivllmError, RequestError, describe_error, from_signal, shown
+from minivllm.limits import usable_cores
 from minivllm.registry import build_part
 from minivllm.runtime.tenant_cache import Salt, TenantCache
 
@@ -39,7 +39,7 @@ def default_threads() -> int:
     """Return the number of threads for a plug-in: at most 16, and two cores less than there are.
 
     The two cores are for the engine's loop and the client."""
-    return max(1, min(16, len(os.sched_getaffinity(0)) - 2))
+    return max(1, min(16, usable_cores() - 2))
 
 
 class Grammars:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from minivllm.errors import ResourceError
+from minivllm.limits import usable_cores
 from minivllm.registration import fresh
 
 from .tokenizer import Tokenizer
@@ -46,9 +47,8 @@ class TokenizerPool:
     the jobs that run."""
 
     def __init__(self, tokenizer: Tokenizer, name: str = "auto", size: int | None = None) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._tokenizer = tokenizer
-        self.size = min(cores, MOST) if size is None else size
+        self.size = min(usable_cores(), MOST) if size is None else size
         self.name = name
         if name == "auto" and (tokenizer.backend is not None or self.size == 1):
             self.name = "threads" if self.size > 1 else "none"

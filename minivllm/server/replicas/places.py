@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from minivllm.errors import ConfigError
+from minivllm.limits import threads_given, usable_cores
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -29,13 +30,6 @@ def visible_gpus(environ: Mapping[str, str], folder: str = "/dev") -> list[str]:
         return []
     numbers = [int(found[1]) for file in files if (found := re.fullmatch(r"nvidia(\d+)", file))]
     return [str(number) for number in range(len(numbers))]
-
-
-def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def environments(
@@ -63,7 +57,7 @@ def environments(
             advice = f"lower server.replicas to {most}" if most > 1 else "leave server.replicas out"
             raise ConfigError(f"{need}, and {len(gpus)} can be used; {advice}, or set device=cpu")
         return [{VISIBLE: ",".join(gpus[i * each : (i + 1) * each])} for i in range(replicas)]
-    if THREADS in environ:
+    if threads_given(environ):
         return [{} for _ in range(replicas)]
-    threads = max(1, cores() // (replicas * each))
+    threads = max(1, usable_cores() // (replicas * each))
     return [{THREADS: str(threads)} for _ in range(replicas)]
