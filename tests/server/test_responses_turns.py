@@ -1,16 +1,13 @@
 """Whatever a client sends to /v1/responses, no turn of the event loop takes long."""
 
-import asyncio
-import gc
 import json
-import threading
-import time
 
 import pytest
 
 pytest.importorskip("fastapi")
 
 from http_helpers import served
+from loop_turns import longest_turn
 from scripted import scripted
 
 TURN = 0.15  # seconds of CPU time; the slowest bodies need several times as much in total
@@ -43,21 +40,10 @@ BODIES = {
 
 
 @pytest.fixture
-def turns(server, monkeypatch):
+def turns(server):
     """CPU seconds of the longest turn of the server's loop, as a list of one."""
-    run, longest, thread = asyncio.events.Handle._run, [0.0], server._thread.ident
-
-    def timed(self):
-        if threading.get_ident() != thread:
-            return run(self)
-        start = time.thread_time()
-        run(self)
-        longest[0] = max(longest[0], time.thread_time() - start)
-
-    monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
-    gc.freeze()  # a full collection of the heap of all tests takes longer than any turn
-    yield longest
-    gc.unfreeze()
+    with longest_turn(server) as longest:
+        yield longest
 
 
 @pytest.mark.parametrize("name", BODIES)

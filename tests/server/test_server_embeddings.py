@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import re
@@ -16,6 +15,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from http_helpers import served
+from loop_turns import longest_turn
 
 from minivllm import LLM
 
@@ -251,19 +251,10 @@ def test_openai_client(server):
 
 
 @pytest.fixture
-def turns(server, monkeypatch):
+def turns(server):
     """CPU seconds of the longest turn of the server's loop, as a list of one."""
-    run, longest, thread = asyncio.events.Handle._run, [0.0], server._thread.ident
-
-    def timed(self):
-        if threading.get_ident() != thread:
-            return run(self)
-        start = time.thread_time()
-        run(self)
-        longest[0] = max(longest[0], time.thread_time() - start)
-
-    monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
-    return longest
+    with longest_turn(server) as longest:
+        yield longest
 
 
 BATCHES = {

@@ -1,10 +1,8 @@
 """Whatever a client sends, no turn of the event loop takes long, and a body past the limit is refused at the limit."""
 
-import asyncio
 import json
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from http_helpers import served
+from loop_turns import longest_turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import attacks
@@ -30,19 +29,10 @@ EACH = [
 
 
 @pytest.fixture
-def turns(server, monkeypatch):
+def turns(server):
     """CPU seconds of the longest turn of the server's loop, as a list of one."""
-    run, longest, thread = asyncio.events.Handle._run, [0.0], server._thread.ident
-
-    def timed(self):
-        if threading.get_ident() != thread:
-            return run(self)
-        start = time.thread_time()
-        run(self)
-        longest[0] = max(longest[0], time.thread_time() - start)
-
-    monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
-    return longest
+    with longest_turn(server) as longest:
+        yield longest
 
 
 @pytest.mark.parametrize("name", EACH)
