@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/")  # of the files that are read
-THREADS = "OMP_NUM_THREADS"
+THREADS = "OMP_NUM_THREADS"  # variable with the number of OpenMP's threads, which torch reads when it is imported
 
 
 def usable_cores() -> int:
@@ -52,6 +52,7 @@ def allowed_memory() -> int | None:
 
 
 def _cores() -> int:
+    """Return the number of cores in the affinity of this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -105,4 +106,5 @@ def _inactive(file: Path, name: str) -> int:
 
 
 def _number(file: Path) -> int:
+    """Return the whole number in a file.  ValueError for "max"."""
     return int(file.read_text("ascii"))

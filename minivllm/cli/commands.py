@@ -145,14 +145,14 @@ def _write_results(path: str | None, prompts: Sequence[Any] | None, outputs: Seq
     prompts = prompts or [o.prompt if o.prompt is not None else o.prompt_token_ids for o in outputs]
     results = [result(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in results)
+    if not path:
+        sys.stdout.write(text)
+        return
     try:
-        if path:
-            files.write_text(path, text)
+        files.write_text(path, text)
     except ResourceError as exc:
         sys.stdout.write(text)
         raise ResourceError(f"{exc}; the results are on standard output") from None
-    if not path:
-        sys.stdout.write(text)
 
 
 def run(args: argparse.Namespace) -> int:

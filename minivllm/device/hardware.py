@@ -83,11 +83,11 @@ class Device:
 
 
 def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str | None:
-    """Set variables that limit kernel caches, threads, spinning and oneDNN's instruction set; return the last of them.
+    """Set variables that limit kernel caches, threads, spinning and oneDNN's instruction set.
 
-    The instruction set is limited only if the operating system offers AVX512-BF16 but not AMX.  The result is None if
-    it is not limited here.  torch reads the variables when it is imported and at its first matrix product, so this
-    function must run before.  Variables that the user has set keep their values.
+    Return the limit of the instruction set, None if it is not limited here.  It is limited only if the operating system
+    offers AVX512-BF16 but not AMX.  torch reads the variables when it is imported and at its first matrix product, so
+    this function must run before.  Variables that the user has set keep their values.
     """
     environ = os.environ if environ is None else environ
     if WAIT_POLICY not in environ:
@@ -152,7 +152,7 @@ def _host_memory() -> int:
 
 
 def free_ram() -> int:
-    """Return the bytes of memory that are available to this process on the host."""
+    """Return the bytes of memory that are available to this process on the host, an estimate if they are unknown."""
     found = 4 << 30
     with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo", encoding="ascii") as file:
         found = int(next(line for line in file if line.startswith("MemAvailable")).split()[1]) * 1024
