@@ -64,29 +64,30 @@ PAGES = {
     "page": 0,
     "terminal": 0,
     "options": 3,
-    "sampling": 6,
-    "python": 7,
+    "sampling": 10,
+    "python": 8,
     "configuration": 11,
     "structured": 2,
     "taps": 2,
     "expert-routes": 2,
-    "adapters": 1,
+    "adapters": 2,
     "weights": 1,
     "images": 0,
     "caching": 1,
     "tiers": 2,
-    "compression": 4,
+    "compression": 6,
     "sessions": 1,
     "reproducibility": 2,
     "speculative": 1,
-    "experiments": 9,
+    "experiments": 10,
     "bench": 5,
-    "plugins": 8,
+    "plugins": 9,
     "plugins/tutorial": 8,
-    "eviction": 0,
+    "eviction": 3,
     "scheduling": 0,
-    "simulator": 3,
+    "simulator": 5,
     "energy": 7,
+    "quantization": 2,
     "quantized-checkpoints": 0,
     "tensor-parallelism": 1,
     "server": 2,
@@ -131,7 +132,7 @@ def test_a_page_shows_what_is_printed(name, here):
 
 def test_the_page_about_hooks_shows_what_is_printed(here):
     pytest.importorskip("rich", reason='pip install "minivllm[live]"')
-    assert Page(DOCS / "hooks.md").run() >= 5
+    assert Page(DOCS / "hooks.md").run() >= 6
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
@@ -368,7 +369,7 @@ def executor_table(name: str) -> list[str]:
 
 RANKS = "tensor-parallelism.md"
 EXECUTORS = {
-    "sim": ("scheduling.md", SimOptions),
+    "sim": ("simulator.md", SimOptions),
     "multiprocess": (RANKS, MultiprocessOptions),
     "ray": (RANKS, RayOptions),
 }
