@@ -9,10 +9,12 @@ Blocks run in order, in one folder and one Python namespace:
                 is a file of that name, and so is a ``toml`` block
     text        after a Python block, the lines that it printed, except those that ``# →`` shows
     bash        commands that are not run; they must parse, and files that they name must be in the repository
+    py          Python for a running server, which is not run; it must compile
+    json, html  data and pages, which other tests use; a block without a kind is a picture
 
-Output that differs between runs is compared in shape: times and rates, dates, hashes, the folder (``MASKS``).  A block
-that is not compared has the line ``<!-- not compared: reason -->`` before it, and a block with measured figures ``<!--
-measured: date, machine -->``.
+A block of another kind is a fault of the page.  Output that differs between runs is compared in shape: times and rates,
+dates, hashes, the folder (``MASKS``).  A block that is not compared has the line ``<!-- not compared: reason -->``
+before it, and a block with measured figures ``<!-- measured: date, machine -->``.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ BLOCK = re.compile(
 )
 FILE = re.compile(r"# ([\w/.-]+\.\w+)\n")
 EXPECTED = re.compile(r"^\s*print\(.*\)  # → (.*)$|^# → (.*)$", re.M)
+SHOWN = ("json", "html", "")  # kinds of blocks that have nothing to run
 MASKS = (
     (r"\d{4}-\d\d-\d\dT[\d:+]+", "DATE"),
     (r"\b[0-9a-f]{12}\b", "HASH"),
@@ -126,10 +129,14 @@ class Page:
                 self._console(block, at)
             elif block.kind == "bash":
                 self.wrong += [f"{at}: {why}" for why in parse(block.text)]
+            elif block.kind == "py":
+                compile(block.text, str(self.path), "exec")
             elif block.kind == "text" and not block.mark:
                 same = before is not None and masked(block.text) == masked("\n".join(before))
                 if not same:
                     self.wrong.append(f"{at} shows\n{block.text}printed were {before}")
+            elif block.kind not in ("text", "toml", *SHOWN) or block.text.startswith(("$ ", "minivllm ")):
+                self.wrong.append(f"{at}: a block of the kind {block.kind!r} is not run")
         assert not self.wrong, "\n\n".join(self.wrong)
         return self.count
 
