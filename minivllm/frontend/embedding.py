@@ -161,7 +161,7 @@ def _request(door: FrontDoor, prompt: Any, params: SamplingParams, options: Embe
 def embedding_output(tracked: Tracked, options: EmbedOptions) -> EmbeddingRequestOutput:
     """Return the output of a request that has ended.  If it failed or was aborted, the output has an ``error``."""
     request = tracked.request
-    seq = request.sequences[0]
+    seq = tracked.sequences[0]
     values: list[float] = []
     vector = request.pooling.embedding
     if vector is not None:

@@ -68,6 +68,7 @@ class Tracked(RequestText):
         super().__init__(params, tokenizer, params.width, time.monotonic())
         self.stream, self.done = stream, done
         self.ended = False  # whether the last piece was passed on
+        self._whole: RequestOutput | None = None  # the output of the ended request
         self._energy: Any = None  # energy.account.EnergyAccount
         # Some branches may not be outputs, so no output is streamed before all branches have ended.
         self.late = params.width > params.n or params.beam_width is not None
@@ -85,6 +86,7 @@ class Tracked(RequestText):
             lora=lora,
             images=images,
         )
+        self.sequences = self.request.sequences  # the engine adds them; they stay when the request releases them
 
     def prepare(self, engine: Engine) -> None:
         """Compile the grammar of the request.  RequestError if the grammar is refused.
@@ -140,7 +142,8 @@ class Tracked(RequestText):
             raise
 
     def _finish(self, request: Request) -> None:
-        """Store the metrics, end the texts of all samples, stream the last pieces and call ``done``."""
+        """Store the metrics and the output, end the texts of all samples, stream the last pieces and call ``done``.
+        Then reference counts can free the request's sequences, which refer to the request."""
         self.order = [seq.sample for seq in request.answer]
         self.metrics = RequestMetrics(
             request.arrival,
@@ -159,18 +162,19 @@ class Tracked(RequestText):
                 text.stop_reason = None
             # A sample that is still open was aborted or failed.  Stream the text that was withheld.
             self._take(seq.sample, [], Finish(seq.finish_reason or "abort", seq.stop_reason))
+        self._whole = whole = self.output()
         if self.stream is not None:
-            for out in self.output().outputs if self.late else ():
+            for out in whole.outputs if self.late else ():
                 self.stream(StreamOutput(request.id, out.index, out.text, out.token_ids, out.finish_reason))
-            reason = self.texts[0].finish_reason
-            self.stream(StreamOutput(request.id, 0, "", [], reason, True, self.output()))
+            self.stream(StreamOutput(request.id, 0, "", [], self.texts[0].finish_reason, True, whole))
         if self.done is not None:
             self.done(self)
+        request.release()
 
     def routes(self) -> list[tuple[Any, int]]:
         """Return (routes [positions, layers, k], experts of a layer) of each sequence whose routes were read."""
         found = []
-        for seq in self.request.sequences:
+        for seq in self.sequences:
             routes = routes_of(seq, seq.emitted or None)
             if routes is not None:
                 assert seq.request.tapped is not None and seq.request.tapped.routes is not None
@@ -180,9 +184,11 @@ class Tracked(RequestText):
     def output(self) -> RequestOutput:
         """Return the answer so far, with the values of taps and routes if the request reads them.  It is complete once
         the request has ended."""
+        if self._whole is not None:
+            return self._whole
         r = self.request
         outputs = [text.output() for text in self.answer]
-        by_sample = {seq.sample: seq for seq in r.sequences}
+        by_sample = {seq.sample: seq for seq in self.sequences}
         for out, text in zip(outputs, self.answer, strict=True):
             if text.index in by_sample:
                 out.set_versions(by_sample[text.index].weights)
@@ -195,11 +201,12 @@ class Tracked(RequestText):
             for out, text in zip(outputs, self.answer, strict=True):
                 out.taps = {**(out.taps or {}), KEPT: kept_of(by_sample[text.index])}
         if self.late and self.order is not None:  # outputs are numbered by rank
+            best = [by_sample[sample] for sample in self.order]
             outputs = [
                 replace(out, index=i, score=s.score, cumulative_logprob=s.cumulative_logprob)
-                for i, (out, s) in enumerate(zip(outputs, r.answer, strict=True))
+                for i, (out, s) in enumerate(zip(outputs, best, strict=True))
             ]
-        error = next((s.error for s in r.sequences if s.error), None)
+        error = next((s.error for s in self.sequences if s.error), None)
         scores = None
         if r.params.prompt_logprobs is not None:
             scores = self.texts[0].prompt_logprobs(r.prompt.tolist(), r.prompt_parts)

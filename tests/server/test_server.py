@@ -1,6 +1,7 @@
 """The HTTP server as its clients see it, over a real connection; the clients are httpx and openai-python."""
 
 import asyncio
+import gc
 import json
 
 import pytest
@@ -334,3 +335,37 @@ def test_the_document_describes_every_field_and_code(server):
     assert {"messages", "tools", "top_k", "structured_outputs", "cache_salt"} <= set(fields)
     assert {"200", "400", "404", "413", "415", "429", "503"} <= set(chat["responses"])
     assert "$ref" not in json.dumps(chat["requestBody"])
+
+
+SHORT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6}
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", {"prompt": "Once", "max_tokens": 6, "logprobs": 2, "n": 2}),
+        ("/v1/chat/completions", SHORT),
+        ("/v1/chat/completions", {**SHORT, "stream": True}),
+        ("/v1/messages", {**SHORT, "model": "pocket"}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 6}),
+        ("/v1/embeddings", {"input": "Hi"}),
+        ("/v1/completions", {"prompt": "Once", "max_tokens": -1}),
+    ],
+)
+def test_an_ended_request_is_freed_without_a_collection(server, path, body):
+    """The server and its engine are in this process, like the client, whose garbage does not count."""
+    server.post(path, body)
+    server.at_rest()
+    gc.collect()
+    gc.disable()
+    try:
+        assert server.post(path, body).content
+        server.stats()  # the engine has left the turn
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        types = [type(one) for one in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert [one.__qualname__ for one in types if one.__module__.startswith(("minivllm", "uvicorn"))] == []

@@ -303,7 +303,17 @@ class Request:
 
     @property
     def done(self) -> bool:
+        if self.finished is not None:
+            return True
         return bool(self.sequences) and all(s.status == FINISHED for s in self.sequences)
+
+    def release(self) -> None:
+        """Drop the sequences and the callbacks of the ended request.  They refer to the request, so only a garbage
+        collection would free them."""
+        for seq in self.sequences:
+            seq.guide = None
+        self.sequences, self.answer, self.beams = [], [], None
+        self.sink = self.on_done = None
 
 
 class FinishSequence(Protocol):

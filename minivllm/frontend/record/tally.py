@@ -134,7 +134,7 @@ class ResultTally:
         self.prompt_tokens += len(request.prompt)
         self.cached += request.cached_tokens
         if self.first_error is None:
-            self.first_error = next((sequence.error for sequence in request.sequences if sequence.error), None)
+            self.first_error = next((sequence.error for sequence in tracked.sequences if sequence.error), None)
         self._active -= 1
         if not self._active:
             self._busy += time.monotonic() - self._since

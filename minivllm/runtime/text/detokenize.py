@@ -128,27 +128,20 @@ class IncrementalDetokenizer:
         skip = bool(skip_special_tokens)
         if skip not in schemes:
             schemes[skip] = _Scheme(tokenizer, skip)
-        scheme = schemes[skip]
+        self._scheme = scheme = schemes[skip]
         if scheme.byte_level:
             self._bytes_of = scheme.bytes.__getitem__
             self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-            self.add, self.finish = self._add_bytes, self._finish_bytes  # type: ignore[method-assign]
         else:
-            self._tokenizer, self._scheme, self._skip = tokenizer, scheme, skip
+            self._tokenizer, self._skip = tokenizer, skip
             self._window: list[int] = []  # ids with text; the text of the first ``_settled`` has been returned
             self._settled = 0
             self._given = ""  # decode(window[:settled])
 
-    def _add_bytes(self, ids: Sequence[int]) -> str:
-        """Return the text that is certain after new ids, for byte-level tokenizers."""
-        return self._decode(b"".join(map(self._bytes_of, ids)))
-
-    def _finish_bytes(self) -> str:
-        """Return the text that was held back, for byte-level tokenizers."""
-        return self._decode(b"", True)
-
     def add(self, ids: Sequence[int]) -> str:
         """Return the text that is certain after new ids.  It never ends with a part of a character."""
+        if self._scheme.byte_level:
+            return self._decode(b"".join(map(self._bytes_of, ids)))
         pieces = []
         for token_id in ids:
             kind = self._scheme.kinds[token_id]
@@ -160,7 +153,7 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str:
         """Return the text that was held back.  Call it once, at the end."""
-        return self._advance(final=True)
+        return self._decode(b"", True) if self._scheme.byte_level else self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
         """Return the new text of the window, or "" while later tokens may change it."""

@@ -405,6 +405,10 @@ class Framed(WatchedConnection):
         cycle.scope["state"]["direct"] = Direct(cycle)
         super()._start_asgi_task(cycle, app)
 
+    def on_response_complete(self) -> None:
+        self._answered.scope["state"].pop("direct", None)  # it refers to the request, which has the state
+        super().on_response_complete()
+
     def on_body(self, body: bytes) -> None:
         if not self.cycle.response_complete:
             # twice the size, because the receive buffer may hold as many bytes of other data as of the body

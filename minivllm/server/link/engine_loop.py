@@ -557,6 +557,7 @@ class EngineLoop(TurnLoop):
         if version:
             self.header.setdefault("weights", []).append([live.number, version])
         self.dones.append((live.number, request.finished or self.engine.now(), joules_of(request)))
+        request.release()
 
     def _add_values(self, live: _Live) -> None:
         """Add the tap values, the embedding and the expert routes of a request that has ended."""

@@ -35,26 +35,28 @@ MOST_SEARCHED = 4096  # largest number of waiting sequences that are searched fo
 MOST_ENDED = 64  # largest number of ended requests that are kept for open pages
 MOST_STEPS = 512  # largest number of steps over which times are averaged
 MOST_FORMS = 6  # largest number of forms of steps in a snapshot
+# time of an ended request -> field of ``Request``
+TIMES = {"arrival": "arrival", "scheduled": "scheduled", "first": "first_token", "finished": "finished"}
 WATCHED = 10.0  # seconds after a snapshot in which ended requests are recorded
 # reasons why a request does not run, in the order in which they are checked
 LOADING, NO_ROW, HELD, PREFIX, NO_BLOCKS, BUDGET = "loading", "rows", "held", "prefix", "blocks", "budget"
 
 
 class Snapshots:
-    """Makes the snapshots of an engine, and keeps the requests that ended while a page is open."""
+    """Makes the snapshots of an engine, and keeps facts of the requests that ended while a page is open."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._until = 0.0  # time.monotonic until which ended requests are kept
-        self._ended: deque[tuple[int, Request]] = deque(maxlen=MOST_ENDED)
+        self._ended: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MOST_ENDED)
         self._count = 0  # number of ended requests so far
         engine.events.request_finished.subscribe(self._finished)
 
     def _finished(self, request: Request) -> None:
-        """Keep an ended request if a page is open."""
+        """Keep the facts of an ended request if a page is open."""
         if time.monotonic() < self._until:
             self._count += 1
-            self._ended.append((self._count, request))
+            self._ended.append((self._count, _facts(request)))
         elif self._ended:
             self._ended.clear()
 
@@ -81,7 +83,7 @@ class Snapshots:
             "rows": rows,
             "blocks": self._blocks(running, owner),
             "count": self._count,
-            "ended": [_ended(request, now) for n, request in self._ended if n > ended and _is_of(request, owner)],
+            "ended": [_aged(facts, now) for n, facts in self._ended if n > ended and owner in (None, facts["owner"])],
         }
         if owner is None:
             found["engine"] = {**self._figures(), "arriving": arriving}
@@ -197,11 +199,6 @@ class Snapshots:
         return found
 
 
-def _is_of(request: Request, owner: str | None) -> bool:
-    """Return whether a request belongs to an owner, None for all of them."""
-    return owner is None or request.owner == owner
-
-
 def _columns(engine: Engine, seqs: list[Seq], now: float) -> dict[str, Any]:
     """Return the columns of the given sequences.  Times are in seconds before now, None for what has not happened."""
     slots = engine.slots
@@ -241,8 +238,8 @@ def _before(at: float | None, now: float) -> float | None:
     return None if at is None else round(now - at, 3)
 
 
-def _ended(request: Request, now: float) -> dict[str, Any]:
-    """Return the facts of an ended request, with times in seconds before now."""
+def _facts(request: Request) -> dict[str, Any]:
+    """Return the facts of an ended request, with times of ``time.monotonic``."""
     return {
         "id": request.id,
         "owner": request.owner,
@@ -251,8 +248,10 @@ def _ended(request: Request, now: float) -> dict[str, Any]:
         "tokens": sum(seq.known for seq in request.sequences) - len(request.sequences) * len(request.prompt),
         "why": request.sequences[0].finish_reason if request.sequences else None,
         "preempted": sum(seq.preempted for seq in request.sequences),
-        "arrival": _before(request.arrival, now),
-        "scheduled": _before(request.scheduled, now),
-        "first": _before(request.first_token, now),
-        "finished": _before(request.finished, now),
+        **{name: getattr(request, field) for name, field in TIMES.items()},
     }
+
+
+def _aged(facts: dict[str, Any], now: float) -> dict[str, Any]:
+    """Return the facts of an ended request, with times in seconds before now."""
+    return {**facts, **{name: _before(facts[name], now) for name in TIMES}}

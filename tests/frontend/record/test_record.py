@@ -182,11 +182,10 @@ def request(prompt, output, text=None, params=GREEDY):
         text=text,
         params=params,
         cached_tokens=0,
-        sequences=[],
         finished=None,
     )
     answer = SimpleNamespace(token_ids=output, finish_reason="length")
-    return SimpleNamespace(request=inner, texts=[answer], done=None, routes=list)
+    return SimpleNamespace(request=inner, texts=[answer], sequences=[], done=None, routes=list)
 
 
 def tallied(*requests, order=None, **options):
