@@ -132,6 +132,28 @@ def test_where_every_connection_works_health_answers_others_get_503_and_all_is_w
         link.close()
 
 
+def test_of_more_requests_than_connections_each_is_answered(server):
+    """Many are accepted before the first is read, and none of these is closed as idle."""
+    until(lambda: not server.http.server_state.connections)
+
+    async def ask():
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        try:
+            body = json.dumps({"prompt": "a", "max_tokens": 60, "ignore_eos": True}).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+            return int(lines[0].split()[1]), any(line.startswith(b"retry-after:") for line in lines)
+        finally:
+            writer.close()
+
+    async def main():
+        return await asyncio.gather(*(ask() for _ in range(6 * ROOM)))
+
+    found = asyncio.run(asyncio.wait_for(main(), 60))
+    assert set(found) == {(200, False), (503, True)} and found.count((200, False)) >= ROOM
+
+
 class Socket:
     """A listening socket, whose ``accept`` fails for lack of descriptors while ``error`` is set."""
 

@@ -1,7 +1,8 @@
 """Accept connections, with a limit that follows from the number of file descriptors.
 
     room left                  accept the connection
-    no room, some are idle     close the connections that have been idle for longest, as web servers do
+    no room, some are idle     close the connections that have been idle for longest, as web servers do; not those of
+                               the last 0.2 s, whose request may have been sent
     no room, none is idle      accept a few spare connections for /health, /ready and /metrics; other requests get 503
     no room, no spare          accept none until a connection has closed; new connections wait in the kernel
 
@@ -35,7 +36,7 @@ OWN = 64  # number of file descriptors reserved for pipes to processes and for f
 SPARE = 16  # number of connections beyond ``room``, for /health, /ready and /metrics
 LEAST = 16  # least number of connections; with fewer the server does not start
 TURN = 64  # largest number of connections that are accepted in one round of the event loop
-AGAIN = 0.2  # seconds until the next try to accept
+AGAIN = 0.2  # seconds until the next try to accept, and seconds for which an idle connection is not closed
 GOODBYE = 2.0  # time limit in seconds for a client's answer to the end of TLS
 BACKLOG = 2048  # largest number of connections that wait in the kernel
 FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -179,7 +180,7 @@ class Acceptor:
         """Close some idle connections, the longest idle first, and return their number.
 
         Connections without a request are closed first.  If there are none, connections whose request is not complete
-        are closed.
+        are closed.  The request of a connection that is idle for less than ``AGAIN`` may not have been read yet.
         """
         most = max(self.room // 16, 1)
         empty: dict[Any, float] = {}  # connection, or task that sets it up -> time since which it is idle
@@ -193,7 +194,8 @@ class Acceptor:
         if self._tls:
             empty.update(self._opening)
         since = empty or incomplete
-        chosen = heapq.nsmallest(most, since, key=since.__getitem__)
+        latest = self._loop.time() - AGAIN
+        chosen = [one for one in heapq.nsmallest(most, since, key=since.__getitem__) if since[one] <= latest]
         for one in chosen:
             if one in self._opening:
                 one.cancel()
