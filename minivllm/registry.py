@@ -452,12 +452,6 @@ class Catalog(Mapping[str, Registry]):
         entries, faults, strict = discovery.find(environ, entry_points)
         return cls(entries, allow_targets, faults, strict)
 
-    def overlay(self, kind: str, name: str, target: str) -> Catalog:
-        """Return a copy that also offers ``target`` as ``local/name``, for experiments and tests in Python."""
-        entry = Entry(self[kind].kind.name, name, target, LOCAL, "-")
-        allowed = (*self.allow_targets, target.partition(":")[0])
-        return Catalog((*self.entries, entry), allowed, self.faults, self.strict)
-
     def allow(self, targets: Sequence[str]) -> Catalog:
         """Return a copy in which ``module:Class`` targets of these modules may be chosen."""
         return Catalog(self.entries, (*self.allow_targets, *targets), self.faults, self.strict)

@@ -49,7 +49,7 @@ def wire_images(
     if not reason:
         part = keep(selection, config.encoder)
         try:
-            facts = _facts(part, checkpoint, wiring)
+            facts = _facts(part, checkpoint)
             reason = _unsupported(facts, checkpoint, wiring, parts)
         except ModelError as exc:
             reason = str(exc)
@@ -103,7 +103,7 @@ def _why_not(
     return "" if name is None else f"images are not implemented with {name}"
 
 
-def _facts(part: Part, checkpoint: Checkpoint, wiring: Wiring) -> ImageFacts:
+def _facts(part: Part, checkpoint: Checkpoint) -> ImageFacts:
     """Return the facts that the encoder has about a checkpoint.  ModelError if it cannot serve the checkpoint."""
     encoder = build_part("encoder", part, EncoderContext(str(checkpoint.folder), checkpoint.raw))
     try:

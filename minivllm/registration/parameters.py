@@ -10,7 +10,7 @@ The fields of ``SamplingParams`` that have a simple range are declared in the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -149,6 +149,18 @@ def _is(value: Any, kind: type) -> bool:
     if kind is dict:
         return isinstance(value, Mapping)
     return isinstance(value, (list, tuple) if kind is list else kind)
+
+
+def check_mapping(parameter: str, value: Any, expected: str, known: Sequence[str], hidden: Sequence[str] = ()) -> None:
+    """Raise RequestError unless a parameter of a request is a mapping with names of fields.
+
+    ``expected`` describes the accepted types.  The error lists the fields ``known``, but not the fields ``hidden``."""
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{parameter} has the type {type(value).__name__}; expected {expected}", parameter)
+    for name in value:
+        if name not in known and name not in hidden:
+            listed = f"expected {', '.join(known)}.{suggest(str(name), known)}"
+            raise RequestError(f"{parameter}: unknown field {shown(name)}; {listed}", parameter)
 
 
 def is_whole(value: Any) -> bool:

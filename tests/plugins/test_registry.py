@@ -310,15 +310,6 @@ def test_a_target_without_a_spec_is_still_refused_for_features(package):
     assert [str(r) for r in selection.candidates[0].reasons] == ["feature 'f' not declared"]
 
 
-def test_an_overlay_is_a_new_catalog_and_the_old_one_is_unchanged(package):
-    package("my_exp", MINE)
-    old = discover()
-    new = old.overlay("scheduler", "mine", "my_exp:Mine")
-    assert new["scheduler"].select(PluginQuery(), "mine").require().entry.label == "local/mine"
-    with pytest.raises(PluginError, match="No scheduler is called 'mine'"):
-        old["scheduler"].find("mine")
-
-
 @pytest.mark.parametrize("target", ["nothing", "a.b", ":X", "json:"])
 def test_a_target_has_a_module_and_a_name(target):
     with pytest.raises(ImportError, match=r"is not of the form 'package\.module:Name'"):

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.errors import RequestError, shown, suggest
-from minivllm.registration.parameters import is_whole
+from minivllm.errors import RequestError, shown
+from minivllm.registration.parameters import check_mapping, is_whole
 
 NAME = "routes"
 DTYPES = ("uint8", "int16", "int32")  # dtypes that encoded routes may have, little-endian
@@ -85,17 +85,7 @@ class RouteParams:
             return cls(read=True)
         if isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping):
-            found = type(value).__name__
-            raise RequestError(
-                f"{NAME} has the type {found}; expected True, RouteParams or a mapping", NAME
-            )
-        known = [f.name for f in fields(cls)]
-        for name in value:
-            if name not in known:
-                hint = suggest(str(name), known)
-                expected = f"expected {', '.join(known)}"
-                raise RequestError(f"{NAME}: unknown field {shown(name)}; {expected}.{hint}", NAME)
+        check_mapping(NAME, value, "True, RouteParams or a mapping", [f.name for f in fields(cls)])
         return cls(**value)
 
     def __post_init__(self) -> None:

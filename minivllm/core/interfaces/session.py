@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.errors import RequestError, shown, suggest
-from minivllm.registration.parameters import is_whole
+from minivllm.errors import RequestError, shown
+from minivllm.registration.parameters import check_mapping, is_whole
 
 NAME = "session"
 # Kinds of the spans (parts) of a prompt. The number of a kind is its index + 1, and 0 means no
@@ -73,17 +73,7 @@ class Session:
         """Return ``value`` as a Session: a Session, a mapping of its fields, or None.  RequestError for others."""
         if value is None or isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping):
-            found = type(value).__name__
-            raise RequestError(
-                f"{NAME} has the type {found}; expected Session or a mapping with an id", NAME
-            )
-        known = [f.name for f in fields(cls)]
-        for name in value:
-            if name not in known:
-                hint = suggest(str(name), known)
-                expected = f"expected {', '.join(known)}"
-                raise RequestError(f"{NAME}: unknown field {shown(name)}; {expected}.{hint}", NAME)
+        check_mapping(NAME, value, "Session or a mapping with an id", [f.name for f in fields(cls)])
         if "id" not in value:
             raise RequestError(f"{NAME}: the id is missing; expected a name of the session", NAME)
         return cls(**value)

@@ -9,7 +9,8 @@ from typing import Any
 
 from minivllm.core.json_schema.closing import closed
 from minivllm.core.json_schema.depth import MOST_BYTES, MOST_DEPTH, text_depth, value_depth
-from minivllm.errors import RequestError, brief, shown, suggest
+from minivllm.errors import RequestError, brief, shown
+from minivllm.registration.parameters import check_mapping
 
 from .grammar import GrammarSource
 
@@ -76,17 +77,8 @@ class StructuredOutputsParams:
         """Return the parameters from an object of this class, a mapping or None.  RequestError for anything else."""
         if value is None or isinstance(value, cls):
             return value
-        if not isinstance(value, Mapping):
-            found = type(value).__name__
-            raise _refused(
-                f"{NAME} has the type {found}; expected StructuredOutputsParams or a mapping"
-            )
-        known = [f.name for f in fields(cls)]
-        for name in value:
-            if name not in known:
-                hint = suggest(str(name), known)
-                accepted = ", ".join(field for field in known if field != "reply")
-                raise _refused(f"{NAME}: unknown field {shown(name)}; expected {accepted}.{hint}")
+        known = [f.name for f in fields(cls) if f.name != "reply"]
+        check_mapping(NAME, value, "StructuredOutputsParams or a mapping", known, hidden=["reply"])
         return cls(**value)
 
     def __post_init__(self) -> None:
