@@ -160,7 +160,7 @@ def test_with_tls_silent_connections_make_room_for_those_that_ask(certificate, k
 
 
 def test_who_does_not_end_a_handshake_goes_before_those_whose_requests_are_on_their_way():
-    """They are also closed before connections that have been idle for a shorter time."""
+    """They are also closed before connections that have been idle for a shorter time, but not in the first moment."""
 
     class Transport:
         closed = False
@@ -186,8 +186,11 @@ def test_who_does_not_end_a_handshake_goes_before_those_whose_requests_are_on_th
             with socket.create_connection(bound.getsockname()):
                 while not acceptor._opening:
                     await asyncio.sleep(0.01)
+                young.since = asyncio.get_running_loop().time()
                 assert acceptor._make_room() == 1 and old.transport.closed
                 known.discard(old)
+                assert acceptor._make_room() == 0 and acceptor._opening
+                await asyncio.sleep(2 * accepting.AGAIN)
                 assert acceptor._make_room() == 1 and not young.transport.closed and not coming.transport.closed
                 while acceptor._opening:
                     await asyncio.sleep(0.01)
