@@ -1,11 +1,11 @@
-"""Which tests take long, as it was measured: ``conftest.py`` marks those of ``slow.txt`` as ``slow``.
+"""Select the slow tests by measured times.  ``conftest.py`` marks the tests in ``slow.txt`` as ``slow``.
 
     pytest -n 2 --dist loadfile --junitxml=times.xml && python tests/slow.py times.xml
 
-A line of ``slow.txt`` is the seconds of a test and its id.  A test is in it from ``LIMIT`` seconds on; but of one with
-parameters the quickest case is left out, if that takes no more than ``MOST`` seconds, so that each function of tests
-is run by who runs the plain suite.  What a run has not measured, since it was left out, keeps its seconds.  A test that
-is slow by what it does, such as to compile kernels, is marked where it stands.
+A line of ``slow.txt`` has the seconds and the id of a test.  Tests of ``LIMIT`` seconds and more are listed.  Of a test
+with parameters the quickest case is left out if it takes at most ``MOST`` seconds, so that the plain suite runs each
+test function.  Tests that a run has skipped keep their seconds.  A test that is slow by its nature, for example because
+it compiles kernels, has the mark in its file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ LIMIT, MOST = 0.8, 2.0
 
 
 def listed() -> dict[str, float]:
-    """Id -> seconds."""
+    """Return the seconds of the listed tests, by id."""
     lines = LISTED.read_text(encoding="utf-8").splitlines()
     return {name: float(seconds) for seconds, _, name in (line.partition(" ") for line in lines)}
 
 
 def measured(path: str) -> dict[str, float]:
-    """Those of a file as ``--junitxml`` writes it; what was skipped is not among them."""
+    """Return the seconds of the tests in a file of ``--junitxml``, by id.  Skipped tests are left out."""
     found = {}
     for case in ElementTree.parse(path).iter("testcase"):
         if case.find("skipped") is None:
@@ -36,7 +36,9 @@ def measured(path: str) -> dict[str, float]:
 
 
 def _id(module: str, name: str) -> str:
-    """ "tests.kit.test_kit.TestClass" and "test_it[1]" -> "tests/testing/test_kit.py::TestClass::test_it[1]"."""
+    """Return the id of a test, such as ``tests/testing/test_kit.py::TestClass::test_it[1]``.
+
+    ``module`` is ``tests.testing.test_kit.TestClass`` and ``name`` is ``test_it[1]``."""
     parts, classes = module.split("."), []
     while parts and not (HERE.parent / Path(*parts)).with_suffix(".py").exists():
         classes.insert(0, parts.pop())
@@ -44,7 +46,7 @@ def _id(module: str, name: str) -> str:
 
 
 def chosen(seconds: dict[str, float]) -> dict[str, float]:
-    """Those that are slow."""
+    """Return the tests that ``slow.txt`` should list."""
     cases = defaultdict(list)
     for name in seconds:
         cases[name.partition("[")[0]].append(name)
