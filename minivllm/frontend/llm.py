@@ -295,20 +295,11 @@ class LLM(FrontDoor):
         """Run requests to their end.  If one is refused or the call is interrupted, abort all of them."""
         refuse_within(self.engine.within, "generate")
         self.engine.weights.refuse_held()
-        added = []
+        added: list[Tracked] = []
         self._recorder.tally.next_batch()
         try:
-            for i, t in enumerate(tracked, 1):
-                try:
-                    t.prepare(self.engine)
-                    added.append(t)  # appended before ``add_to``, because an interrupt may follow it directly
-                    with uninterrupted():
-                        t.add_to(self.engine)
-                        self._recorder.tally.watch(t)
-                except RequestError as e:
-                    if len(tracked) == 1:
-                        raise
-                    raise RequestError(f"prompt {i} of {len(tracked)}: {e}", e.param) from e
+            while len(added) < len(tracked):
+                self._add_some(tracked, added)
             unfinished = deque(tracked)
 
             def done() -> bool:
@@ -323,6 +314,29 @@ class LLM(FrontDoor):
                 for t in added:
                     self._forget(t.request)
             raise
+
+    def _add_some(self, tracked: list[Tracked], added: list[Tracked]) -> None:
+        """Add the requests of ``tracked`` that follow those in ``added``, until a signal arrives or a grammar must be
+        compiled.
+
+        Signals are delayed once for all of them, because a delay takes a tenth of the time of an addition.
+        RequestError if a request is refused."""
+        number = len(added) + 1
+        try:
+            tracked[len(added)].prepare(self.engine)
+            with uninterrupted() as signals:
+                while len(added) < len(tracked) and not signals:
+                    t = tracked[len(added)]
+                    if t.needs_grammar:
+                        return
+                    added.append(t)  # before ``add_to``, so that the call also forgets a request that is refused
+                    number = len(added)
+                    t.add_to(self.engine)
+                    self._recorder.tally.watch(t)
+        except RequestError as e:
+            if len(tracked) == 1:
+                raise
+            raise RequestError(f"prompt {number} of {len(tracked)}: {e}", e.param) from e
 
     def _forget(self, request: Request) -> None:
         """Abort a request of this call, now or, if another thread runs a step, after that step."""

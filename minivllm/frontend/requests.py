@@ -93,10 +93,15 @@ class Tracked(RequestText):
 
         It takes time, so it must not run on the engine's thread.
         """
-        params = self.request.params
-        if params.structured_outputs is not None and self.request.grammar is None:
+        if self.needs_grammar:
+            params = self.request.params
             engine.grammars.gates.add(self.request, engine.eos_ids, engine.capacity.vocab_size)
             self.request.grammar = engine.grammars.compile(params.structured_outputs, params.salt)
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Return whether the request has a grammar that is not compiled yet."""
+        return self.request.params.structured_outputs is not None and self.request.grammar is None
 
     def add_to(self, engine: Engine) -> None:
         """Add the request to an engine.  RequestError if the engine refuses it."""

@@ -177,6 +177,8 @@ WAYS = {
     "indented": lambda out: json.dumps(out, indent=1),  # json's encoder in Python
     "sorted": lambda out: json.dumps(out, sort_keys=True),
     "of a dict": lambda out: json.dumps({**out}),
+    "united": lambda out: json.dumps(out | {}),
+    "united with a dict": lambda out: json.dumps({} | out),
     "of a copy": lambda out: json.dumps(copy.deepcopy(out)),
     "of another": lambda out: json.dumps(dataclasses.replace(out, finished=True)),
     "pickled": lambda out: json.dumps(pickle.loads(pickle.dumps(out))),
@@ -195,6 +197,14 @@ def test_every_way_to_write_an_output_as_json_writes_all_of_it(way):
     assert set(inner) == set(out.outputs[0]) and inner["token_ids"] == inner["tokens"] == [3, 5]
     assert [set(entry) for entry in inner["logprobs"]] == [{"3"}, {"5", "4"}]
     assert found["metrics"]["arrival_time"] == 1.0 and out == want and (out != want) is False
+
+
+def test_a_computed_entry_follows_the_fields_it_is_computed_from():
+    out = scored()
+    out.outputs[0].finish_reason = "length"
+    assert out["finish_reason"] == (out | {})["finish_reason"] == dict(out)["finish_reason"] == "length"
+    out.outputs.clear()
+    assert (out["text"], out["tokens"], out["finish_reason"]) == ("", [], None)
 
 
 def test_an_attribute_of_an_output_is_its_entry_however_it_is_set():

@@ -57,6 +57,8 @@ class ResultTally:
         # the last sampling parameters with their JSON and hash, because requests of a call mostly have the same
         # parameters
         self._params: tuple[Any, Entries, int] = (None, {}, 0)
+        # requests whose prompt and parameters are not yet part of the hashes, by number
+        self._unread: dict[int, Any] = {}
 
     def next_batch(self) -> None:
         """Begin a new batch.  The requests recorded from now on belong to the next call of the user."""
@@ -78,15 +80,9 @@ class ResultTally:
         if number < MOST_DIGESTS:
             self._digests.append(None)
         request = tracked.request
-        if self._params[0] is not request.params:
-            params = without_routes(plain_params(request.params))
-            self._params = (request.params, params, _number(repr(sorted(params.items())).encode()))
-        self._prompts += _number(_prompt_bytes(request))
-        self._sampling += self._params[2]
-        taps = plain_taps(request.taps)
-        if taps:
-            self._sampling += _number(repr(taps).encode())
-        self._keep(request, self._params[1], taps)
+        self._unread[number] = request
+        if self.requests is not None:
+            self._read(number)
 
         def done(ended: Tracked) -> None:
             self._ended(ended, number)
@@ -96,6 +92,23 @@ class ResultTally:
         tracked.done = done
         if request.finished is not None:
             self._ended(tracked, number)
+
+    def _read(self, number: int) -> None:
+        """Add the prompt and the parameters of request ``number`` to the hashes, unless they are part of them.
+
+        This is done when the request ends, while the device runs other requests, so the first step begins earlier."""
+        request = self._unread.pop(number, None)
+        if request is None:
+            return
+        if self._params[0] is not request.params:
+            params = without_routes(plain_params(request.params))
+            self._params = (request.params, params, _number(repr(sorted(params.items())).encode()))
+        self._prompts += _number(_prompt_bytes(request))
+        self._sampling += self._params[2]
+        taps = plain_taps(request.taps)
+        if taps:
+            self._sampling += _number(repr(taps).encode())
+        self._keep(request, self._params[1], taps)
 
     def _keep(self, request: Any, params: Entries, taps: list[Entries]) -> None:
         """Add a request to ``requests``.  Beyond ``MOST_REQUESTS`` drop all of them."""
@@ -117,6 +130,7 @@ class ResultTally:
     def _ended(self, tracked: Tracked, number: int) -> None:
         """Add the results of request ``number``, which has ended: a digest and counts of its tokens, its energy, its
         routes, and the first error."""
+        self._read(number)
         request = tracked.request
         digest = hashlib.sha256(request.prompt.tobytes())
         for text in tracked.texts:
@@ -156,6 +170,8 @@ class ResultTally:
         routes and the number of tokens that used each expert, by layer.  ``joules``, which is there if an energy
         counter is read, has the share of each request, None if it is unknown.
         """
+        for number in list(self._unread):
+            self._read(number)
         seconds = self._busy
         if self._active:
             seconds += time.monotonic() - self._since

@@ -53,7 +53,7 @@ class _OutputRecord(dict[str, Any]):
 
     def __post_init__(self) -> None:
         for name in self._also:
-            dict.__setitem__(self, name, getattr(self, name))
+            dict.__setitem__(self, name, None)  # an entry, whose value each read computes
 
     def __getattr__(self, name: str) -> Any:
         if dict.__contains__(self, name):
@@ -95,6 +95,12 @@ class _OutputRecord(dict[str, Any]):
 
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
+
+    def __or__(self, other: Any) -> dict[str, Any]:  # type: ignore[override]
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> dict[str, Any]:  # type: ignore[override]
+        return other | self.copy()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mapping) and self.copy() == dict(other.items())

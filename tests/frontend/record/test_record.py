@@ -227,6 +227,20 @@ def test_an_unfinished_request_is_told_and_its_time_counts():
     assert called == [again] and tally.results({})["unfinished"] == 1
 
 
+def test_prompts_and_parameters_are_in_the_hashes_before_and_after_the_end():
+    tally, whole = ResultTally(), tallied(request([1, 2], [3]), request([5], [6]))
+    requests = [request([1, 2], [3]), request([5], [6])]
+    for one in requests:
+        tally.watch(one)
+    before = tally.results({})
+    for one in requests:
+        one.done(one)
+    for found in (before, tally.results({})):
+        assert [found[k] for k in ("prompts_hash", "sampling_hash")] == [
+            whole[k] for k in ("prompts_hash", "sampling_hash")
+        ]
+
+
 def test_too_many_requests_are_not_kept(monkeypatch):
     from minivllm.frontend.record import tally
 
