@@ -187,6 +187,12 @@ TABLE = DecoderSpec(61, 32, (LayerSpec(AttnSpec(4, 2, 8, 8), MLP(48), Rope(8, 10
         ({"mlp": Experts(4, 5, 8)}, "layer 0: mlp.chosen=5: expected between 1 and mlp.count=4"),
         ({"rope": Rope(8, 100.0, "ntk")}, "layer 0: rope.kind='ntk': expected one of default, linear, "),
         ({"parallel": True, "norms": "around"}, "layer 0: parallel=True is only implemented with norms='before'"),
+        (
+            {"gated": True, "rope": Rope(8, 100.0, interleaved=True)},
+            "layer 0: gated=True is not implemented with rope.interleaved=True",
+        ),
+        ({"mlp": Experts(4, 2, 8, shared_gate=True)}, "layer 0: mlp.shared_gate=True needs the MLP mlp.shared"),
+        ({"mlp": Experts(4, 2, 8, limit=7.0)}, "layer 0: mlp.limit=7.0 is only for mlp.activation='swiglu_oai'"),
     ],
 )
 def test_a_word_that_no_table_has_is_refused(change, message):
@@ -197,6 +203,15 @@ def test_a_word_that_no_table_has_is_refused(change, message):
     with pytest.raises(ModelError) as info:
         Harness(None, Typed(), None)
     assert str(info.value).startswith(message)
+
+
+def test_a_bias_of_an_rms_norm_is_refused():
+    class Typed(ModelArch):
+        def describe(self, cfg):
+            return replace(TABLE, norm=Norm(1e-6, bias=True))
+
+    with pytest.raises(ModelError, match="norm: an RMSNorm has no bias: expected bias=False, or centered=True"):
+        Harness(None, Typed(), None)
 
 
 def test_norms_of_heads_are_put_in_order_with_the_rows_that_they_weigh():

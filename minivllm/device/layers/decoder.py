@@ -421,19 +421,33 @@ def _norm(parts: ModuleParts, spec: DecoderSpec, name: str | None) -> Any:
 
 def check(spec: DecoderSpec) -> None:
     """Raise ModelError for a value that a table may not have, and for values that are not implemented together."""
+    if spec.norm.bias and not spec.norm.centered:
+        raise ModelError("norm: an RMSNorm has no bias: expected bias=False, or centered=True for LayerNorm")
     for i, layer in enumerate(spec.layers):
         for name, word, known in _words(layer):
             if word not in known:
                 raise ModelError(f"layer {i}: {name}={shown(word)}: expected one of {', '.join(map(str, known))}")
         if layer.qk_norm == HEAD and spec.norm.centered:
             raise ModelError(f"layer {i}: LayerNorm of each head is not implemented: expected RMSNorm")
+        if layer.gated and layer.rope is not None and layer.rope.interleaved:
+            raise ModelError(f"layer {i}: gated=True is not implemented with rope.interleaved=True")
         mlp = layer.mlp
-        if isinstance(mlp, Experts) and not 1 <= mlp.chosen <= mlp.count:
-            raise ModelError(f"layer {i}: mlp.chosen={mlp.chosen}: expected between 1 and mlp.count={mlp.count}")
+        if isinstance(mlp, Experts):
+            _check_experts(i, mlp)
         if layer.parallel and layer.norms != BEFORE:
             raise ModelError(f"layer {i}: parallel=True is only implemented with norms='before'")
         if layer.mlp_norm and not layer.parallel:
             raise ModelError(f"layer {i}: mlp_norm=True is only for parallel=True")
+
+
+def _check_experts(i: int, mlp: Experts) -> None:
+    """Raise ModelError for fields of the experts of layer ``i`` that contradict each other."""
+    if not 1 <= mlp.chosen <= mlp.count:
+        raise ModelError(f"layer {i}: mlp.chosen={mlp.chosen}: expected between 1 and mlp.count={mlp.count}")
+    if mlp.shared_gate and mlp.shared is None:
+        raise ModelError(f"layer {i}: mlp.shared_gate=True needs the MLP mlp.shared")
+    if mlp.limit is not None and mlp.activation != CLAMPED:
+        raise ModelError(f"layer {i}: mlp.limit={shown(mlp.limit)} is only for mlp.activation={CLAMPED!r}")
 
 
 def _words(layer: LayerSpec) -> Iterator[tuple[str, Any, Collection[Any]]]:

@@ -99,7 +99,10 @@ class SplitNorm(Module):
 
 
 class LayerNorm(Module):
-    """LayerNorm with the residual addition before it, called as ``RMSNorm``; it has a bias if ``kind.bias``."""
+    """LayerNorm with the residual addition before it, called as ``RMSNorm``; it has a bias if ``kind.bias``.
+
+    With ``kind.offset``, which is added to the weight, weight and bias are float32, as in ``RMSNorm``.
+    """
 
     def __init__(self, name: str, dim: int, kind: Norm, dtype: torch.dtype, device: str, fuse: bool = False) -> None:
         super().__init__(name)
@@ -109,19 +112,26 @@ class LayerNorm(Module):
             from minivllm.device.kernels.norm import add_layer_norm
 
             self.fused = add_layer_norm
-        self.weight = torch.empty(dim, dtype=dtype, device=device)
+        self.offset = kind.offset
+        kept = torch.float32 if kind.offset else dtype
+        self.weight = torch.empty(dim, dtype=kept, device=device)
         self.tensors["weight"] = self.weight
         self.bias: Tensor | None = None
         if kind.bias:
-            self.bias = torch.empty(dim, dtype=dtype, device=device)
+            self.bias = torch.empty(dim, dtype=kept, device=device)
             self.tensors["bias"] = self.bias
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        super().load(part, param, tensor)
+        if self.offset and param == "weight":
+            self.weight.add_(self.offset)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if self.fused is not None:
             return self.fused(x, residual, self.weight, self.bias, self.eps)
         residual = x if residual is None else x + residual
-        y = F.layer_norm(residual, self.weight.shape, self.weight, self.bias, self.eps)
-        return y, residual
+        y = F.layer_norm(residual.to(self.weight.dtype), self.weight.shape, self.weight, self.bias, self.eps)
+        return y.to(residual.dtype), residual
 
 
 class HeadsNorm(Module):

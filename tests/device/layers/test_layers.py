@@ -16,7 +16,7 @@ from minivllm.device.layers import fields, invariant
 from minivllm.device.layers.activation import APPLY, gate_mul
 from minivllm.device.layers.attention import AttentionLayer
 from minivllm.device.layers.linear import Dense, Linear
-from minivllm.device.layers.norm import RMSNorm
+from minivllm.device.layers.norm import LayerNorm, RMSNorm
 from minivllm.device.layers.parts import ModelParts
 from minivllm.device.layers.rotary import inverse_frequencies, prepare_qk, rotary_tables
 from minivllm.device.worker import step
@@ -49,6 +49,24 @@ def test_norm_adds_the_residual_and_normalises_the_sum(dtype, tolerance):
     assert (y - rms(x + r, norm.weight)).abs().max() <= tolerance * 3
     y, stream = norm(x)
     assert torch.equal(stream, x) and (y - rms(x, norm.weight)).abs().max() <= tolerance * 3
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02), ("float16", 0.003)])
+def test_a_layer_norm_adds_the_offset_to_its_weight(dtype, tolerance, biased):
+    """Nemotron stores weight - 1.  In half precision the sum of 1 and a small weight would lose most of its bits."""
+    norm = LayerNorm("n", 32, Norm(1e-5, offset=1.0, centered=True, bias=biased), getattr(torch, dtype), "cpu")
+    weight, bias = (torch.randn(2, 32) * 0.001).to(getattr(torch, dtype))
+    norm.load("", "weight", weight)
+    if biased:
+        norm.load("", "bias", bias)
+    assert torch.equal(norm.weight, 1 + weight.float())
+    x, r = torch.randn(2, 5, 32).to(weight.dtype)
+    y, stream = norm(x, r)
+    want = (x + r).double()
+    want = torch.nn.functional.layer_norm(want, (32,), 1 + weight.double(), bias.double() if biased else None, 1e-5)
+    assert y.dtype == x.dtype and torch.equal(stream, x + r)
+    assert (y - want).abs().max() <= tolerance * 3
 
 
 def test_the_gate_of_silu_is_swiglu():
