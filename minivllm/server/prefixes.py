@@ -41,6 +41,9 @@ async def save(request: Request, service: Service) -> Any:
         raise ApiError(400, "name: expected a text of 1 to 60 bytes", "name")
     tenant = state["tenant"] if body.tenant is None else body.tenant
     await _client(service).prefixes()  # raises for an engine without the store ``disk``, before tokens are computed
+    held = await _client(service).weights("stats")
+    if held["paused"] or held["sleep_level"]:
+        raise ApiError(400, "the engine is paused or asleep, and computes no prompt: resume or wake it first")
     ids = await _ids(service, body.prompt, tenant, state["owner"])
     params = SamplingParams(max_tokens=1, temperature=0.0, tenant=tenant, cache_salt=body.cache_salt)
     stream = await service.client.stream(ids, params, f"{state['request_id']}-0", pieces=False, owner=state["owner"])

@@ -217,7 +217,7 @@ def test_paused_requests_wait_or_end(tiny):
         llm.pause()
         steps = llm.stats()["generated_tokens"]
         for call in (lambda: answer(llm), lambda: list(stream)):
-            with pytest.raises(RequestError, match="call resume"):
+            with pytest.raises(RequestError, match="resume it first"):
                 call()
         assert llm.stats()["generated_tokens"] == steps and llm.stats()["weights"]["paused"]
         llm.resume()
@@ -306,7 +306,7 @@ def test_a_pause_outlasts_a_sleep(tiny):
         with pytest.raises(RequestError, match="a pause continues after it"):
             llm.resume()
         llm.wake()
-        with pytest.raises(RequestError, match="call resume"):
+        with pytest.raises(RequestError, match="resume it first"):
             answer(llm)
         llm.resume()
         assert len(answer(llm)[0]) == 8

@@ -113,6 +113,21 @@ def test_an_operator_loads_and_unloads_adapters(server):
     assert post("unload_lora_adapter", lora_name="two", lora_int_id=3).status_code == 200
 
 
+@pytest.mark.parametrize("stop, go, why", [("/pause", "/resume", "is paused"), ("/sleep", "/wake_up", "sleeps")])
+def test_an_engine_that_runs_no_steps_refuses_to_load_an_adapter(server, stop, go, why):
+    """The load would wait for a step."""
+    load = lambda: server.client.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=20)  # noqa: E731
+    body = {"lora_name": "later", "lora_path": "three"}
+    assert server.client.post(f"{server.url}{stop}").status_code == 200
+    try:
+        answer = load()
+        assert answer.status_code == 400 and f"{why}, and loads no adapter" in answer.json()["error"]["message"]
+    finally:
+        assert server.client.post(f"{server.url}{go}").status_code == 200
+    assert load().status_code == 200
+    assert server.client.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "later"}).status_code == 200
+
+
 def test_wrong_loads_are_refused_and_change_nothing(server, folder):
     broken = folder / "broken"
     shutil.copytree(folder / "two", broken, dirs_exist_ok=True)

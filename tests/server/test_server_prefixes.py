@@ -49,6 +49,16 @@ def ask(running):
     return call
 
 
+@pytest.mark.parametrize("stop, go", [("/pause", "/resume"), ("/sleep", "/wake_up")])
+def test_an_engine_that_runs_no_steps_refuses_to_compute_a_prefix(ask, stop, go):
+    assert ask("POST", stop).status_code == 200
+    try:
+        answer = ask("POST", "/cache/prefixes", {"name": "waits", "prompt": STORY})
+        assert answer.status_code == 400 and "computes no prompt" in answer.json()["error"]["message"]
+    finally:
+        assert ask("POST", go).status_code == 200
+
+
 def test_a_prefix_is_saved_listed_moved_verified_and_dropped(ask, running, files):
     saved = ask("POST", "/cache/prefixes", {"name": "fox é", "prompt": STORY, "tenant": "key-0"})
     assert saved.status_code == 200, saved.text

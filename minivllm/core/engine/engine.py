@@ -652,11 +652,11 @@ class Engine:
     @alone
     def load_adapter(self, adapter: LoRARequest, done: Callable[[str], None]) -> None:
         """Load a LoRA adapter into host memory while steps run.  ``done`` is called with "" when it is loaded, or with
-        the error.  RequestError if its folder is malformed."""
+        the error.  RequestError if its folder is malformed, or if the engine is paused or asleep."""
         if self.adapters is None:
-            raise RequestError(
-                "this engine serves no adapters; set enable_lora=true, or adapters", "lora_name"
-            )
+            problem = "this engine serves no adapters; set enable_lora=true, or adapters"
+            raise RequestError(problem, "lora_name")
+        self.weights.refuse_held("loads no adapter")
         self.adapters.preload(adapter, done)
 
     @alone

@@ -87,13 +87,13 @@ class Weights:
         """Return the version of the weights, and whether the engine is paused or asleep."""
         return {"version": self.version, "paused": self.paused, "sleep_level": self.level}
 
-    def refuse_held(self) -> None:
+    def refuse_held(self, does: str = "runs no request") -> None:
         """Raise RequestError if the engine is paused or asleep.  It is called before waiting for results on the thread
-        that would have to resume the engine."""
+        that would have to resume the engine, and for operators, who can do so.  ``does`` ends the message."""
         if self.level:
-            raise RequestError("the engine sleeps, and runs no request: call wake() first")
+            raise RequestError(f"the engine sleeps, and {does}: wake it first")
         if self.paused:
-            raise RequestError("the engine is paused, and runs no request: call resume() first")
+            raise RequestError(f"the engine is paused, and {does}: resume it first")
 
     # ---- pauses --------------------------------------------------------------------------------------------------
 
