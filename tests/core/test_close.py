@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import weakref
 from dataclasses import replace
 
@@ -158,6 +159,10 @@ KINDS = (
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1,
+    reason="other processes change the free memory of the card",
+)
 def test_ten_engines_in_turn_leave_the_free_memory_of_the_start(tmp_path):
     tiny_dir(tmp_path, "qwen3", vocab_size=257)
     torch.zeros(1, device="cuda")  # the context of the process itself remains

@@ -35,7 +35,7 @@ NUMBERS = ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos")
 PINNED_FROM = 16 << 10
 # sizes in bytes of the pinned arrays that are allocated at the start, and their number for each size: three steps can
 # be queued
-AHEAD_SIZES = tuple(1 << n for n in range(6, 23))
+AHEAD_SIZES = tuple(1 << n for n in range(23))
 AHEAD_EACH = 3
 
 

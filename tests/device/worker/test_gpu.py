@@ -145,7 +145,7 @@ def test_copies_of_steps_allocate_no_pinned_memory_once_it_is_allocated_ahead():
     torch.cuda.init()  # without it there are no statistics
     pin_ahead(device)
     before = torch.cuda.host_memory_stats()["num_host_alloc"]
-    for bytes_ in (12, 3000, 100_000, 3 << 20):
+    for bytes_ in (1, 12, 40, 3000, 100_000, 3 << 20):
         assert to_host(torch.zeros(bytes_, dtype=torch.uint8, device=device)).is_pinned()
     torch.cuda.synchronize()
     assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
