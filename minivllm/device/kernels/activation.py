@@ -37,6 +37,13 @@ def activate(x, ACT: tl.constexpr):
 
 
 @triton.jit
+def gate_rounded(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
+    """Return activation(gate) * up in float32.  Both are rounded to ``dtype`` before, as if another kernel had stored
+    them."""
+    return activate(gate.to(dtype).to(tl.float32), ACT) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _gate_mul(
     x, y, squares, eps, INNER: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
     ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -33,7 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minivllm.errors import ModelError
 
-from .activation import NUMBER, activate
+from .activation import NUMBER, gate_rounded
 from .launch import capability, cdiv, kernel, pdl, wait
 
 MOST_LEAVES = 8
@@ -129,8 +129,7 @@ def _fixed(
         om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
         at = om.to(tl.int64)[:, None] * N + on[None, :]
         if GATED:
-            gate = total.to(y.dtype.element_ty).to(tl.float32)
-            total = activate(gate, ACT) * up.to(y.dtype.element_ty).to(tl.float32)
+            total = gate_rounded(total, up, y.dtype.element_ty, ACT)
         tl.store(y + at, tl.trans(total.to(y.dtype.element_ty)), mask=(om < M)[:, None] & (on < N)[None, :])
 
 

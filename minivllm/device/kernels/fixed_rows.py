@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .activation import NUMBER, activate
+from .activation import NUMBER, gate_rounded
 from .fixed_products import FixedProduct
 from .launch import capability, kernel, pdl, release, roomy, settle
 from .norm import add_rms_norm
@@ -113,8 +113,7 @@ def _row(
         last, acc, up = _both_sides(acc, scratch, arrived, LINES, BN)
     if last:
         if GATED:
-            gate = acc.to(y.dtype.element_ty).to(tl.float32)
-            acc = activate(gate, ACT) * up.to(y.dtype.element_ty).to(tl.float32)
+            acc = gate_rounded(acc, up, y.dtype.element_ty, ACT)
         _store(y, acc, tile, M, N, LINES, BN)
 
 

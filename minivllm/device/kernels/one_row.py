@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import activate
+from .activation import gate_rounded
 from .launch import cdiv, kernel, wait
+from .product_epilogue import added
 
 OUTPUTS = 8  # number of outputs of a program, one for each warp
 INPUTS = 256  # number of inputs that a warp loads with one instruction
@@ -100,13 +101,9 @@ def _one_row(
         other += spread
         if BIAS:
             other += tl.load(bias + N + to, mask=there, other=0.0).to(tl.float32)
-        gate = total.to(y.dtype.element_ty).to(tl.float32)
-        total = activate(gate, ACT) * other.to(y.dtype.element_ty).to(tl.float32)
+        total = gate_rounded(total, other, y.dtype.element_ty, ACT)
     if MODE == 2:
-        # Round as two kernels would, first the product, then the sum. The squares are those of the rounded sum.
-        stream = (total.to(y.dtype.element_ty) + stream).to(y.dtype.element_ty)
-        tl.store(residual + to, stream, mask=there)
-        wide = stream.to(tl.float32)
+        wide = added(total, stream, residual + to, there)
         total = wide * after
     tl.store(y + to, total.to(y.dtype.element_ty), mask=there)
     if MODE == 2:

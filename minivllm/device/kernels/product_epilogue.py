@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activation import activate
+from .activation import gate_rounded
 
 PLAIN, GATED, ADDED = 0, 1, 2
 
@@ -41,6 +41,17 @@ def weight_of(norm, on, N: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
+def added(acc, stream, to, ok):
+    """Add a product to the residual stream, store the sum at the addresses ``to``, and return it as float32.
+
+    It is rounded as by two kernels, first the product, then the sum, so later squares are those of the rounded sum."""
+    dtype: tl.constexpr = stream.dtype
+    stream = (acc.to(dtype) + stream).to(dtype)
+    tl.store(to, stream, mask=ok)
+    return stream.to(tl.float32)
+
+
+@triton.jit
 def finish(
     acc, up, om, on, tile, factor, stream, after, y, bias, residual, out_squares, M, N: tl.constexpr,
     PARTS: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr,
@@ -58,13 +69,9 @@ def finish(
             up += tl.load(bias + N + on, mask=on < N, other=0.0).to(tl.float32)[None, :]
     at = om.to(tl.int64)[:, None] * N + on[None, :]
     if MODE == 1:
-        gate = acc.to(y.dtype.element_ty).to(tl.float32)
-        acc = activate(gate, ACT) * up.to(y.dtype.element_ty).to(tl.float32)
+        acc = gate_rounded(acc, up, y.dtype.element_ty, ACT)
     if MODE == 2:
-        # Round as two kernels would, first the product, then the sum. The squares are those of the rounded sum.
-        stream = (acc.to(y.dtype.element_ty) + stream).to(y.dtype.element_ty)
-        tl.store(residual + at, stream, mask=ok)
-        wide = stream.to(tl.float32)
+        wide = added(acc, stream, residual + at, ok)
         squares = tl.sum(tl.where(ok, wide * wide, 0.0), 1)
         tl.store(out_squares + om * ((N + on.shape[0] - 1) // on.shape[0]) + tile, squares, mask=om < M)
         acc = wide * after[None, :]

@@ -26,9 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .activation import activate
+from .activation import gate_rounded
 from .eight_bits import TOP, codes_of, divided, rows, size_of, step_of
 from .launch import cdiv, kernel, multiprocessors, pdl, power, wait
+from .product_epilogue import added
 from .products import GATED
 from .quant_epilogue import NOTHING, Around, EpilogueProduct, Result, Tile
 from .quant_float16 import UNITS, code_products, eight_products, pair_of, power_of, two_of
@@ -252,14 +253,10 @@ def _stored(acc, up, s, up_s, beside, on, factor, around, F: tl.constexpr, P: tl
             up += tl.load(bias + F.n + on, mask=ok, other=0.0).to(tl.float32)
     partials = on * 0
     if P.mode == 1:
-        gate = acc.to(y.dtype.element_ty).to(tl.float32)
-        acc = activate(gate, P.act) * up.to(y.dtype.element_ty).to(tl.float32)
+        acc = gate_rounded(acc, up, y.dtype.element_ty, P.act)
         partials = tl.where(ok, size_of(acc.to(y.dtype.element_ty).to(tl.float32)), 0)
     if P.mode == 2:
-        # Round as two kernels would, first the product, then the sum. The squares are those of the rounded sum.
-        stream = (acc.to(y.dtype.element_ty) + beside[0]).to(y.dtype.element_ty)
-        tl.store(residual + on, stream, mask=ok)
-        acc = stream.to(tl.float32)
+        acc = added(acc, beside[0], residual + on, ok)
         partials = tl.where(ok, acc * acc, 0.0)
         acc = acc * beside[1]
     tl.store(y + on, acc.to(y.dtype.element_ty), mask=ok)

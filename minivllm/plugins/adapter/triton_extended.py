@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.device.kernels.activation import NUMBER, activate
+from minivllm.device.kernels.activation import NUMBER, gate_rounded
 from minivllm.device.kernels.launch import cdiv, kernel, pdl, power, wait
 
 from .triton_lora import LoraProduct, TokenGroups, of_outputs, of_tile
@@ -127,7 +127,7 @@ def _gate(
         factor = _factor(sums, t, used, eps, SUMS, SUMS_P, DIM)
         gate *= factor
         up *= factor
-    value = activate(gate.to(dtype).to(tl.float32), ACT) * up.to(dtype).to(tl.float32)
+    value = gate_rounded(gate, up, dtype, ACT)
     tl.store(y + tl.cast(t, tl.int64)[:, None] * INNER + n[None, :], value.to(dtype), mask=there)
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.device.kernels.activation import NUMBER, activate
+from minivllm.device.kernels.activation import NUMBER, gate_rounded
 from minivllm.device.kernels.launch import cdiv, kernel, pdl, wait
 
 from .triton_lora import LoraProduct, TokenGroups, of_outputs, of_tile
@@ -60,7 +60,7 @@ def _gated(
         gate += tl.dot(of_gate, tl.trans(ws), input_precision=PRECISION)
         ws = of_outputs(b, b_place, place, INNER + n, n < INNER, rank, RANK, R)
         up += tl.dot(of_up, tl.trans(ws), input_precision=PRECISION)
-        value = (activate(gate.to(dtype).to(tl.float32), ACT) * up.to(dtype).to(tl.float32)).to(dtype)
+        value = gate_rounded(gate, up, dtype, ACT).to(dtype)
         tl.store(out + tl.cast(t, tl.int64)[:, None] * INNER + n[None, :], value, mask=there)
         if NEXT:
             columns = (r < next_rank)[:, None] & (n < INNER)[None, :]
