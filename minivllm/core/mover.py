@@ -35,7 +35,7 @@ READ = 16 << 20  # bytes of pages that are read from the device together
 # Seconds that a loaded page may wait for other pages, so that they are copied to the device
 # together.
 LINGER = 1e-3
-LOOK = 1.0  # after so many idle seconds, a store looks for pages that other processes have added
+LOOK = 1.0  # after this many idle seconds, a store looks for pages that other processes have added
 CLOSING = 2.0  # seconds that the end of a mover waits for its threads
 log = logging.getLogger("minivllm")
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 WEIGHTS, CAPTURES = "weights", "captures"  # stages of a start; the progress of weights is in bytes
-INTERVAL = 0.1  # ``thinned`` passes on at most one report in so many seconds
+INTERVAL = 0.1  # ``thinned`` passes on at most one report in this many seconds
 
 Listener = Callable[[str, int, int], None]  # callback (stage, amount done, total amount)
 T = TypeVar("T")

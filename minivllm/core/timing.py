@@ -27,7 +27,9 @@ from .interfaces.plan import NO_FORM, StepForm
 
 PARTS = ("plan", "submit", "wait", "publish")
 PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
-MOST_FORMS = 4096  # a clock counts at most so many forms of steps; there are usually a few hundred
+MOST_FORMS = (
+    4096  # a clock counts at most this many forms of steps; there are usually a few hundred
+)
 
 
 class StartTimes:

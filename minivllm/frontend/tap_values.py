@@ -34,7 +34,7 @@ def values_of(seq: Seq, tokens: int | None = None) -> dict[str, np.ndarray] | No
 def routes_of(seq: Seq, tokens: int | None = None) -> np.ndarray | None:
     """Return the expert routes of a sequence, uint8 or int16 [positions, layers, k], None if its request reads none.
 
-    ``tokens`` limits the result to the routes of so many generated tokens.
+    ``tokens`` is the number of generated tokens whose routes are returned.
     """
     routes = seq.request.tapped and seq.request.tapped.routes
     parts = parts_of(seq, tokens)

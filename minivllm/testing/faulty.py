@@ -15,7 +15,7 @@ from minivllm.plugins.attention.spec import SDPA
 from minivllm.plugins.sampler.default import DefaultSampler
 
 TARGETS = __name__
-# number of tokens of a prompt with a failing step; a preempted sequence of the tests never computes so many again
+# number of tokens of a prompt with a failing step; a preempted sequence of the tests never computes as many again
 FATAL_CHUNK = 63
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 Count = TypeVar("Count", int, np.ndarray)  # one number of tokens or blocks, or an array of them
-# ``KVCache.hints`` watches at most so many keys of blocks, and four more per waiting sequence.
+# ``KVCache.hints`` watches at most this many keys of blocks, and four more per waiting sequence.
 MAX_WATCHED = 8192
 
 

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from .parts import CacheOptions, EngineParts
     from .tier_names import NamedPrefixes
 
-FAILED_STEPS = 3  # the engine ends after so many failed steps in a row
+FAILED_STEPS = 3  # the engine ends after this many failed steps in a row
 CHECK = "MINIVLLM_CHECK"  # environment variable; 1 calls ``check`` after every step
 IDLE = 0.05  # seconds between two attempts to plan a step while no request can run, at most
 MAX_TENANTS = 65536  # largest number of tenants that keep their number
@@ -570,7 +570,7 @@ class Engine:
                 self._tell_dead(request, message)
             # one request in an inconsistent state must not prevent the end of the other requests
             except Exception:
-                log.exception("request %s could not be told", request.id)
+                log.exception("request %s could not be ended", request.id)
 
     def _tell_dead(self, request: Request, message: str) -> None:
         if request.beams is not None:

@@ -303,7 +303,7 @@ class Images:
                     return
 
     def _encode(self, content: Content, image: PreparedImage, steps: int = 1) -> None:
-        """Request that the device computes the features of an image in so many steps from the planned one on."""
+        """Request that the device computes the features of an image in ``steps`` steps from the planned one on."""
         content.encoded = True
         content.due = self.step + steps
         content.steps = steps

@@ -10,9 +10,9 @@ from math import inf, sqrt
 import numpy as np
 
 FEWEST = 16  # number of prompt tokens that a step may always have
-GROWTH = 4  # a step may have so many times the tokens of the largest step so far
+GROWTH = 4  # largest factor between the tokens of a step and those of the largest step so far
 KEPT = 0.6  # weight of all earlier measurements relative to that of a new step of full size
-# assumed before any measurement: so many keys to attend to cost as much as all other work for a
+# assumed before any measurement: attention to this many keys takes as long as all other work for a
 # token
 CONTEXT = 1024
 PRIOR = (
@@ -30,7 +30,7 @@ class Pace:
 
     def __init__(self, budget: int, first: int) -> None:
         self.budget = budget
-        # the next step may have at most so many tokens, because much larger steps were not measured
+        # the next step may have at most this many tokens, because much larger steps were not measured
         # (``GROWTH``)
         self.reach = min(first, budget)
         # seconds per token, and per key that a token attends to; 0 means unknown

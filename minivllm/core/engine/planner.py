@@ -97,7 +97,7 @@ class Planner:
         self.waiting = WaitingQueue()
         self.underway = Underway(cache, slots)
         self.step_id = 0
-        # a step has at most so many prompt tokens; a server lowers the number if steps would take
+        # a step has at most this many prompt tokens; a server lowers the number if steps would take
         # too long
         self.most_prefill = max_tokens
         self.reserved = 0  # count of slots that are reserved for branches of running rows

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .checkpoints import Checkpoints
     from .request import Seq
 
-RUN = 4  # from so many blocks on, the blocks of a row enter the prefix cache in one call
+RUN = 4  # from this many blocks on, the blocks of a row enter the prefix cache in one call
 
 
 def publish(cache: KVCache, rows: Iterable[tuple[int, int]]) -> None:

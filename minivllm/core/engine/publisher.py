@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .speculation import Speculation
 
-# log-probabilities are stored for so many tokens at most before they are converted to the entries
+# log-probabilities are stored for this many tokens at most before they are converted to the entries
 # of an answer
 FLUSH_LOGPROBS = 32
 

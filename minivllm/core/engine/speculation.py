@@ -38,18 +38,18 @@ log = logging.getLogger("minivllm")
 # number of steps of a trial; the first one is not timed, because the step before it was planned
 # otherwise
 TRIES = 8
-# a trial has more steps until it has observed the accepted drafts of so many rows
+# a trial has more steps until it has observed the accepted drafts of this many rows
 TRIED_ROWS = 32
 # count of steps without drafts between two trials of speculation: after the first trial, and at most
 FIRST_WAIT, MOST_WAIT = 32, 512
-RENEW = 512  # after so many steps with drafts, steps without drafts are timed again
-LAST_STEPS = 15  # the time of steps is the median of so many newest ones
+RENEW = 512  # after this many steps with drafts, steps without drafts are timed again
+LAST_STEPS = 15  # the time of steps is the median of the newest ones, of this number
 WEIGHT = 0.1  # weight of a new step in the running mean of accepted drafts, at most
-# the running mean of accepted drafts covers at least so many rows of the newest steps
+# the running mean of accepted drafts covers at least this many rows of the newest steps
 MEAN_ROWS = 64
 HOPELESS, ENOUGH = 0.7, 3  # a trial ends early if its gain is below 0.7 after 3 steps
-# After a trial of speculation that did not pay, the wait before the next trial is so many times as
-# long as the trial, so that trials take a twentieth of the time.
+# ratio of the wait before the next trial of speculation to a trial that did not pay, so that trials
+# take a twentieth of the time
 TRIAL_COST = 20
 KEEP = 1.02  # the number of drafts changes only if the gain becomes larger by this factor
 
@@ -237,8 +237,7 @@ class Speculation:
     classes: dict[StepClass, Class] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # for each number of drafts, from 0 to k: count of rows with so many proposed drafts, and with so many accepted
-        # ones
+        # counts of rows by their number of proposed and of accepted drafts, from 0 to k
         self.rows_proposed, self.rows_accepted = np.zeros((2, 1 + self.k), np.int64)
         self._ended: float | None = None  # time at which the last result was processed, in seconds
 
@@ -412,6 +411,5 @@ class Speculation:
 
 
 def _at_least(counts: np.ndarray) -> np.ndarray:
-    """Return for each number from 1 to k how many rows have at least so many drafts, given the ``counts`` of rows with
-    0 to k drafts."""
+    """Return the numbers of rows with at least 1 to k drafts, from the ``counts`` of rows with 0 to k drafts."""
     return counts[::-1].cumsum()[-2::-1]

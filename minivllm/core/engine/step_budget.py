@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Wiring
     from minivllm.core.interfaces.plan import StepPlan
 
-# With tpot_target_ms="auto", the prompts of a step may take so many times as long as the shortest
-# step without prompts.
+# with tpot_target_ms="auto", the largest ratio of the time of a step's prompts to the shortest step
+# without prompts
 AUTO = 8.0
-LEAST_MS = 16.0  # with tpot_target_ms="auto", a step's prompts may always take so many milliseconds
+LEAST_MS = 16.0  # with tpot_target_ms="auto", milliseconds that a step's prompts may always take
 # Prompts always get this share of the target time, even if the decoding rows take all of it.
 LEAST_SHARE = 0.25
-CHUNK = 128  # a step may have so many prompt tokens if they take no longer than the target time
+CHUNK = 128  # a step may have this many prompt tokens if they take no longer than the target time
 # count of groups of row counts whose times are learned separately: 1, 2 to 3, 4 to 7, ...
 SIZES = 16
 # At least this share of a step's time is counted for its prompts, because the time of its decoding

@@ -5,9 +5,9 @@ from __future__ import annotations
 # A tail is the partly filled last block of a sequence that has ended.
 LEARNED = 64  # count of cached tails from which on a full cache judges whether tails are used
 LEAST = 1 / 16  # a full cache keeps tails if each one is used at least so often on average
-# A full cache keeps one of so many tails even if tails are rarely used, to notice a change.
+# A full cache keeps one in this many tails even if tails are rarely used, to detect a change.
 TRIED = 16
-WINDOW = 1024  # the counts are halved after so many cached tails, so that newer tails count more
+WINDOW = 1024  # the counts are halved after this many cached tails, so that newer tails count more
 
 
 class TailUse:

@@ -11,8 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PROMPT = 4  # a step counts as one with prompts if a row has so many tokens
-RECENT = 24  # a speed is measured from so many of the newest steps or copies
+PROMPT = 4  # a step counts as one with prompts if a row has this many tokens
+RECENT = 24  # a speed is measured from this many of the newest steps or copies
 LEAST = 1e-12  # seconds to copy a byte, at least; shorter times are errors of a clock
 WAITS = 9  # count of newest requests from which the waiting time besides the loads is measured
 APART = 0.25  # two steps show a slope only if they differ by this share of the larger one

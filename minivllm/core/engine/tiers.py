@@ -86,7 +86,7 @@ class Tiers:
         """Create the index of each tier with the pages that its storage has already.
 
         ``opened`` has what each rank (worker process) reported when it opened the tiers.  ``context(name, pages)``
-        returns the arguments of an evictor for a tier of so many pages."""
+        returns the arguments of an evictor for a tier of ``pages`` pages."""
         self.cache = cache
         self.now = now
         self.ranks = len(opened)

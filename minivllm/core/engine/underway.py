@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .request import Seq
     from .slots import Slots
 
-LEAST_TOKENS = 256  # a new request waits only for a common prefix of so many tokens
-# A plan makes at most so many new requests wait for a running row with the same prefix.
+LEAST_TOKENS = 256  # a new request waits only for a common prefix of this many tokens
+# A plan makes at most this many new requests wait for a running row with the same prefix.
 MOST_PASSED = 64
 
 

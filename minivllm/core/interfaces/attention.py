@@ -151,8 +151,8 @@ class AttentionBackend(ABC):
     """Reads and writes the paged KV cache.  One instance serves all layers.  Store the state of a step in
     ``meta.work``.
 
-    Contract.  A query sees exactly the positions ``<=`` its own position in its own row, within the window, and with
-    ``AttnMeta.host_sees`` those up to that position.  It reads them from the cache after ``write``.  Blocks that the
+    Contract.  A query attends to exactly the positions of its row up to its own, or up to ``AttnMeta.host_sees`` if
+    that is set, within the window.  Their keys and values are read from the cache after ``write``.  Blocks that the
     row does not own are never read.  ``write`` changes the slots of ``meta.slot_map`` and nothing else.
     """
 

@@ -250,8 +250,8 @@ class ExpertNames:
     choice_bias: str = ""
 
 
-# Two forms in which checkpoints store experts: that of checkpoints on the Hugging Face hub, and
-# that of transformers 5 in memory.
+# The two forms of stored experts: of checkpoints on the Hugging Face hub, and of transformers 5 in
+# memory.
 EXPERT_NAMES = (
     ExpertNames("one tensor each"),
     ExpertNames("stacked", "mlp.gate", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"),

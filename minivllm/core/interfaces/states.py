@@ -1,4 +1,4 @@
-"""Recurrent states: tensors of a fixed size in which a layer without keys and values remembers a sequence.
+"""Recurrent states: tensors of a fixed size that a layer without keys and values keeps for a sequence.
 
 A state covers the first ``valid`` tokens of its sequence.  The inputs of the newest tokens lie in a ring of ``ring``
 places, so that a state need not be stored after each token.  A step may find a state that ends some tokens before the

@@ -29,8 +29,8 @@ from minivllm.core.interfaces.evictor import EvictorContext
 from .leaves import Ghosts, LeafBlock, Leaves
 
 CLASSES = 4
-# The estimated chance that a block of a class is used again is averaged with that of all classes, which has the weight
-# of so many releases.
+# The estimated chance of another use of a block is averaged over its class and all classes; the latter has the weight
+# of this many releases.
 PRIOR = 20.0
 LEAST = 1e-3  # least estimated chance, because blocks of a class that were never used again may be used later
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
 
-# A queue entry is a number whose lowest so many bits are a release number, enough for an engine's life.
+# A queue entry is a number. This many of its lowest bits are a release number, enough for the life of an engine.
 STAMP_BITS = 40
 
 

@@ -11,7 +11,7 @@ from minivllm.core.interfaces.session import SessionTurn
 
 from .leaves import LeafBlock, Leaves
 
-LEAST = 64  # the last turns of at least so many sessions are stored, also for small caches
+LEAST = 64  # the last turns of at least this many sessions are stored, also for small caches
 
 
 class SessionLeaves(Leaves):

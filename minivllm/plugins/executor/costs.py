@@ -39,7 +39,7 @@ FORMAT = "minivllm-costs 4"
 SLOPES = ("kv", "join", "plan", "end", "fresh", "cold", "cold_kv", "wake", "wake_large")
 PROMPT_SLOPES = ("row", "kv", "pairs", "chunk")  # names of the costs that steps with prompts have in addition
 
-PAUSE = 2e-3  # after so many seconds without a step, caches are cold and threads sleep
+PAUSE = 2e-3  # after this many seconds without a step, caches are cold and threads sleep
 
 SIZES = {  # option that sizes the engine -> its smallest value
     "kvcache_block_size": 1,

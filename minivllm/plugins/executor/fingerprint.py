@@ -24,7 +24,7 @@ CODE = (".py", ".cpp", ".h")
 SMALL = ("config.json", "generation_config.json", "*.index.json")
 WEIGHTS, PICKLED = ("*.safetensors", "*.gguf"), ("*.bin", "*.pt", "*.pth")
 PIECE = 64 << 10  # bytes of each piece; three pieces of a file of weights are read
-RECEIVED = 4  # an error message names at most so many differences
+RECEIVED = 4  # an error message names at most this many differences
 NONE = "none"
 
 

@@ -31,7 +31,7 @@ from .ray_rank import CHANNEL, STATE, WORDS
 
 COMES = 10.0  # seconds in which the engine must be reached
 SAYS = 0.25  # seconds between two checks of the rank's progress
-LEAVES = 0.5  # after the end of the engine or its node, the rank ends within so many seconds
+LEAVES = 0.5  # after the end of the engine or its node, the rank ends within this many seconds
 SIOCGIFADDR = 0x8915
 
 

@@ -21,7 +21,7 @@ NEVER = -1  # budget of a request without a limit
 
 
 class ThinkingBudget(Processor):
-    """Once an answer has so many tokens of reasoning, all tokens but the next one of the end tag become -inf.
+    """Once an answer has its budget of reasoning tokens, all tokens but the next one of the end tag become -inf.
 
     Everything is computed from the token history, so drafts, preemption and branches need no state.  Reasoning begins
     behind the start tag, or with the answer if the prompt has opened it, and ends behind the end tag.  All parts of the

@@ -31,7 +31,7 @@ MIN_TOP_P = torch.finfo(torch.float32).tiny
 # in int64.
 MASS_SCALE = 2.0**40
 COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # names of the columns that the kernels read
-CHUNK = 1 << 23  # so many logits are sorted at a time, which limits the temporary memory to about 0.25 GB
+CHUNK = 1 << 23  # this many logits are sorted at a time, which limits the temporary memory to about 0.25 GB
 
 
 class DefaultSampler(Sampler):

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-RECENT = 64  # times and targets of so many recent requests are used
+RECENT = 64  # number of recent requests whose times and targets are used
 WINDOW = 8  # number of steps whose times are added up to one measurement (a window)
-ENOUGH = 8  # no request waits before so many windows were measured and so many requests have come
+ENOUGH = 8  # number of measured windows, and of arrived requests, before which no request waits
 KEPT = 0.98  # each new window multiplies the weight of the earlier ones by this factor
 DOUBT = np.array([1e-6, 0.05, 1e-3])  # ridge penalty of each of the three times, as a share of its evidence
 TOKENS = 64.0  # prompt tokens are counted in units of this many, so that the columns have similar sizes

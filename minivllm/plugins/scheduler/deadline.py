@@ -23,7 +23,7 @@ from .options import DeadlineOptions
 if TYPE_CHECKING:
     from typing import Any
 
-IDLE = 1.0  # if two plans are so many seconds apart, the engine was idle between them
+IDLE = 1.0  # if two plans are this many seconds apart, the engine was idle between them
 MOST = 0.8  # a step may take this share of the time until a token is due
 
 

@@ -16,9 +16,9 @@ import time
 
 from minivllm.limits import usable_cores
 
-# Polling begins so many seconds before the expected end of a wait, because a sleep ends about 100 us late.
+# Polling begins this many seconds before the expected end of a wait, because a sleep ends about 100 us late.
 EARLY = 200e-6
-LATE = 150e-6  # polling ends so many seconds after the expected end of a wait
+LATE = 150e-6  # polling ends this many seconds after the expected end of a wait
 LONG = 10e-3  # a process does not poll for waits of more seconds, for which the cost of waking up is negligible
 GAIN = 0.25  # weight of the latest wait in the mean
 

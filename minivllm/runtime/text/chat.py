@@ -118,8 +118,8 @@ class ChatTemplates:
             chat = plain.tell_calls(chat)
         chat = plain.fit(chat, facts)
         mark = ""
-        # The tools are told only after the messages are checked.  This may add a message, and the places of messages
-        # in error messages would then be wrong.
+        # The list of tools may add a message, which would change the places of messages in errors, so the messages are
+        # checked before.
         if tools and "tools" not in facts.variables:
             self._note_template(template)
             chat, tools = plain.tell_tools(chat, tools, facts.content), None

@@ -192,7 +192,7 @@ def requested_path(scope: Any) -> str:
 
 
 class RememberingSend:
-    """ASGI's ``send``, which remembers in ``begun`` whether an answer has begun.  Then no error can be sent."""
+    """ASGI's ``send``, which sets ``begun`` when an answer begins.  After that no error can be sent."""
 
     def __init__(self, send: Any) -> None:
         self._send = send

@@ -1,7 +1,7 @@
-"""Read the bodies and query strings of operator routes, in which an unknown name is an error and not a warning.
+"""Read the bodies and query strings of operator routes, and refuse unknown names.
 
-Other servers have such routes too, with further fields.  An operator who sends one of them must learn that this server
-does not read it: a pause with ``mode=abort`` would otherwise keep the requests.
+The same routes of other servers have further fields.  To ignore such a field would be dangerous: a pause with
+``mode=abort`` would keep the requests.
 """
 
 from __future__ import annotations
