@@ -1,10 +1,10 @@
 """CPU cores and memory that this process may use: its affinity, and the limits of its control groups.
 
 A container limits its processes by control groups, while ``os.cpu_count`` and ``/proc/meminfo`` describe the whole
-machine.  Version 2 has one tree, in which the limits of all parents hold too.  Of version 1 only the group at the root
-of each controller is read, which is the process's own group in a container.
+machine.  Version 2 has one tree of groups, version 1 a tree for each controller, and a machine may have both.  In both
+versions the limits of all parents hold too.  ``cpuset`` changes the affinity.
 
-Source: the kernel's documentation, ``admin-guide/cgroup-v2`` and ``admin-guide/cgroup-v1``.
+Source: the kernel's documentation, ``admin-guide/cgroup-v2``, ``admin-guide/cgroup-v1`` and ``proc_pid_mountinfo``.
 """
 
 from __future__ import annotations
@@ -58,45 +58,60 @@ def _cores() -> int:
 
 def _quotas() -> Iterator[tuple[int, int]]:
     """Yield the CPU time in microseconds that each control group may use in a period, and the period."""
-    for group in _groups():
+    for group in _groups("cpu"):
         with suppress(OSError, ValueError):  # ValueError for "max", which means no limit
             quota, period = (group / "cpu.max").read_text("ascii").split()
             yield int(quota), int(period)
-    with suppress(OSError, ValueError):
-        group = ROOT / "sys/fs/cgroup/cpu"
-        quota_us = _number(group / "cpu.cfs_quota_us")  # -1 means no limit
-        if quota_us > 0:
-            yield quota_us, _number(group / "cpu.cfs_period_us")
+        with suppress(OSError, ValueError):
+            quota_us = _number(group / "cpu.cfs_quota_us")  # of version 1; -1 means no limit
+            if quota_us > 0:
+                yield quota_us, _number(group / "cpu.cfs_period_us")
 
 
 def _memories() -> Iterator[tuple[int, int]]:
-    """Yield the limit of the memory of each control group, and the bytes in use without inactive pages of files."""
-    for group in _groups():
-        with suppress(OSError, ValueError):  # ValueError for "max", which means no limit
-            limit = _number(group / "memory.max")
-            yield limit, _number(group / "memory.current") - _inactive(group / "memory.stat", "inactive_file")
-    with suppress(OSError, ValueError):
-        group = ROOT / "sys/fs/cgroup/memory"
-        limit = _number(group / "memory.limit_in_bytes")
-        if limit < 1 << 60:  # a larger number means no limit
-            inactive = _inactive(group / "memory.stat", "total_inactive_file")
-            yield limit, _number(group / "memory.usage_in_bytes") - inactive
+    """Yield the limits of the memory of each control group, and the bytes in use without inactive pages of files.
+
+    Above ``memory.high`` the kernel slows the processes of a group down and takes their pages away."""
+    for group in _groups("memory"):
+        for name in ("memory.max", "memory.high"):
+            with suppress(OSError, ValueError):  # ValueError for "max", which means no limit
+                limit = _number(group / name)
+                yield limit, _number(group / "memory.current") - _inactive(group / "memory.stat", "inactive_file")
+        with suppress(OSError, ValueError):
+            limit = _number(group / "memory.limit_in_bytes")
+            if limit < 1 << 60:  # a larger number means no limit
+                inactive = _inactive(group / "memory.stat", "total_inactive_file")
+                yield limit, _number(group / "memory.usage_in_bytes") - inactive
 
 
-def _groups() -> Iterator[Path]:
-    """Yield the folder of this process's control group of version 2, and those of its parents."""
-    name = ""
+def _groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of the control groups of this process that may limit ``controller``, and of their parents.
+
+    A container may see a group of the machine as the root of its tree.  Its name in the tree then begins with the name
+    of that root."""
+    names = {}  # controller, or "" for version 2 -> name of the own group
     with suppress(OSError, ValueError):
-        lines = (ROOT / "proc/self/cgroup").read_text("utf-8", "replace").splitlines()
-        name = next((line[3:] for line in lines if line.startswith("0::")), "")
-    own = ROOT / "sys/fs/cgroup" / name.strip("/")
-    top = ROOT / "sys/fs/cgroup"
-    yield own
-    if own != top:
-        for parent in own.parents:
-            yield parent
-            if parent == top:
-                return
+        for line in (ROOT / "proc/self/cgroup").read_text("utf-8", "replace").splitlines():
+            _, limited, name = line.split(":", 2)
+            names.update(dict.fromkeys(limited.split(","), name))
+    for version, root, top, controllers in _mounts():
+        if version == 1 and controller not in controllers:
+            continue
+        name = names.get("" if version == 2 else controller, root)
+        within = name.removeprefix(root.rstrip("/")) if name.startswith(root) else ""
+        own = top / within.strip("/")
+        yield from (group for group in (own, *own.parents) if group.is_relative_to(top))
+
+
+def _mounts() -> Iterator[tuple[int, str, Path, list[str]]]:
+    """Yield (version, name of the group at the root, folder, options) of each tree of control groups."""
+    with suppress(OSError, ValueError):
+        for line in (ROOT / "proc/self/mountinfo").read_text("utf-8", "replace").splitlines():
+            place, _, source = line.partition(" - ")
+            kind, _, options = source.split(" ", 2)
+            if kind in ("cgroup", "cgroup2"):
+                _, _, _, root, folder, *_ = place.split(" ")
+                yield 1 + (kind == "cgroup2"), root, ROOT / folder.strip("/"), options.split(",")
 
 
 def _inactive(file: Path, name: str) -> int:

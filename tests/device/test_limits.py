@@ -19,7 +19,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "_cores", lambda: 64)
 
     def write(**files):
-        for name, text in files.items():
+        for name, text in {"proc/self/mountinfo": VERSION_2, **files}.items():
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -29,6 +29,32 @@ def machine(tmp_path, monkeypatch):
 
 TOP, OWN = "sys/fs/cgroup", "sys/fs/cgroup/box/inner"
 GROUPS = {"proc/self/cgroup": "4:memory:/other\n0::/box/inner\n"}
+
+
+def mounted(root, folder, kind, options):
+    """Return a line of mountinfo."""
+    return f"36 31 0:33 {root} /{TOP}{folder} rw,nosuid shared:9 - {kind} cgroup rw,{options}\n"
+
+
+VERSION_2 = mounted("/", "", "cgroup2", "nsdelegate")
+VERSION_1 = mounted("/", "/cpu,cpuacct", "cgroup", "cpu,cpuacct") + mounted("/", "/memory", "cgroup", "memory")
+HYBRID = VERSION_1 + mounted("/", "/unified", "cgroup2", "nsdelegate")
+# a container with the namespace of the machine, whose trees begin at its own groups
+WITHIN = mounted("/pods/a", "/cpu,cpuacct", "cgroup", "cpu,cpuacct") + mounted("/pods/a", "/memory", "cgroup", "memory")
+
+
+def v1(folder, quota):
+    """Return the files of a group of version 1 that may use ``quota`` microseconds of CPU time in 0.1 s."""
+    group = f"{TOP}/cpu,cpuacct{folder}"
+    return {f"{group}/cpu.cfs_quota_us": f"{quota}\n", f"{group}/cpu.cfs_period_us": "100000\n"}
+
+
+def tree(mounts, own):
+    """Return the files that name the mounts and the process's own groups."""
+    names = f"8:cpu,cpuacct:{own}\n3:memory:{own}\n1:name=systemd:/elsewhere\n0::{own}\n"
+    return {"proc/self/mountinfo": mounts, "proc/self/cgroup": names}
+
+
 CORES = {
     "no control groups": ({}, 64),
     "no limit": ({f"{TOP}/cpu.max": "max 100000\n"}, 64),
@@ -39,11 +65,17 @@ CORES = {
     "the own group": ({**GROUPS, f"{OWN}/cpu.max": "300000 100000\n"}, 3),
     "a parent": ({**GROUPS, f"{OWN}/cpu.max": "max 100000\n", f"{TOP}/box/cpu.max": "500000 100000\n"}, 5),
     "another group": ({**GROUPS, f"{TOP}/elsewhere/cpu.max": "100000 100000\n"}, 64),
-    "version 1": ({f"{TOP}/cpu/cpu.cfs_quota_us": "400000\n", f"{TOP}/cpu/cpu.cfs_period_us": "100000\n"}, 4),
-    "version 1 without a limit": (
-        {f"{TOP}/cpu/cpu.cfs_quota_us": "-1\n", f"{TOP}/cpu/cpu.cfs_period_us": "100000\n"},
-        64,
-    ),
+    "version 1": ({**tree(VERSION_1, "/"), **v1("", 400000)}, 4),
+    "version 1 without a limit": ({**tree(VERSION_1, "/"), **v1("", -1)}, 64),
+    "the own group of version 1": ({**tree(VERSION_1, "/a/b"), **v1("", -1), **v1("/a/b", 300000)}, 3),
+    "a parent of version 1": ({**tree(VERSION_1, "/a/b"), **v1("/a", 200000), **v1("/a/b", 300000)}, 2),
+    "version 1 beside version 2": ({**tree(HYBRID, "/a"), **v1("/a", 500000)}, 5),
+    "version 2 beside version 1": ({**tree(HYBRID, "/a"), f"{TOP}/unified/a/cpu.max": "600000 100000\n"}, 6),
+    "a container that sees names of the machine": ({**tree(WITHIN, "/pods/a"), **v1("", 700000)}, 7),
+    "a group in such a container": ({**tree(WITHIN, "/pods/a/b"), **v1("/b", 200000), **v1("", 700000)}, 2),
+    "a container that sees no names": ({**tree(VERSION_2, "/"), f"{TOP}/cpu.max": "300000 100000\n"}, 3),
+    "a name outside the tree": ({**tree(WITHIN, "/../x"), **v1("", 300000)}, 3),
+    "no mounts": ({"proc/self/mountinfo": "", f"{TOP}/cpu.max": "100000 100000\n"}, 64),
     "unreadable": ({f"{TOP}/cpu.max": "?\n"}, 64),
 }
 
@@ -85,8 +117,32 @@ MEMORY = {
         8 * GIB,
         3 * GIB,
     ),
+    "a throttled container": (
+        {
+            f"{TOP}/memory.max": f"{8 * GIB}\n",
+            f"{TOP}/memory.high": f"{7 * GIB}\n",
+            f"{TOP}/memory.current": f"{6 * GIB}\n",
+            f"{TOP}/memory.stat": STAT,
+        },
+        7 * GIB,
+        2 * GIB,
+    ),
+    "a parent": (
+        {
+            **GROUPS,
+            f"{TOP}/box/memory.max": f"{8 * GIB}\n",
+            f"{TOP}/box/memory.current": f"{7 * GIB}\n",
+            f"{TOP}/box/memory.stat": "anon 1\n",
+            f"{OWN}/memory.max": f"{6 * GIB}\n",
+            f"{OWN}/memory.current": f"{GIB}\n",
+            f"{OWN}/memory.stat": "anon 1\n",
+        },
+        6 * GIB,
+        GIB,
+    ),
     "version 1": (
         {
+            **tree(VERSION_1, "/"),
             f"{TOP}/memory/memory.limit_in_bytes": f"{4 * GIB}\n",
             f"{TOP}/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
             f"{TOP}/memory/memory.stat": f"inactive_file 9\ntotal_inactive_file {GIB}\n",
@@ -96,6 +152,7 @@ MEMORY = {
     ),
     "version 1 without a limit": (
         {
+            **tree(VERSION_1, "/"),
             f"{TOP}/memory/memory.limit_in_bytes": "9223372036854771712\n",
             f"{TOP}/memory/memory.usage_in_bytes": f"{3 * GIB}\n",
             f"{TOP}/memory/memory.stat": "cache 1\n",
