@@ -7,6 +7,9 @@
     warp group 0  patches  0 ..  63   k, v ──► s = q k (wgmma) ──► p = 2 ** (s - shift) ──► p v (wgmma), a tile behind
     warp group 1  patches 64 .. 127   k, v ──► the same
 
+The warp groups start their products in turns (barriers ``order``), so one computes powers of two while the products of
+the other run.  Queries are read from registers, so products with keys read less shared memory.
+
 A head has 64 elements and REST more, the next power of two from 16 on: 72 elements are 64 + 16.  A head of 128 for the
 same products would have 1.6 times as many.  Copies of the rest also read elements of the next head.  Those of q are 0,
 so they change no score, and those of the output are not stored.
@@ -39,8 +42,7 @@ from .launch import cdiv, multiprocessors, power
 
 KEYS = 128  # keys of a tile (N)
 STAGES = 3  # number of key tiles, and of value tiles, that shared memory holds
-# Sizes of heads that the kernel serves.  For 4,096 patches and 16 heads of 72 on an H200 it takes 214 us, cuDNN 215.5.
-# An experimental variant took 180 us for heads of 72 and 174 for 80; for 64 and 96 it was slower than cuDNN.
+# Sizes of heads that the kernel serves.  For 64 and 96 an earlier variant was slower than cuDNN.
 SIZES = (72, 80)
 FAR = 0.03  # largest accepted distance of a patch's output in ``distance``, relative to its norm
 NEVER = gl.constexpr(-1.0e30)
@@ -70,7 +72,7 @@ def _produce(
 ):  # fmt: skip
     """Copy the keys and values of all tiles of a program to shared memory, as soon as a stage is empty."""
     k1, k2, v1, v2 = stored
-    k_full, k_empty, v_full, v_empty = barriers
+    k_full, k_empty, v_full, v_empty, _order = barriers
     tiles = (length + N - 1) // N
     done = 0
     for turn in range((works + gl.num_programs(0) - 1) // gl.num_programs(0)):
@@ -137,8 +139,23 @@ def _drain(o1, o2, p):
 
 
 @gluon.jit
+def _sums(p32, N: gl.constexpr):
+    """Return the sums f32 [64, 4] of p32 [64, N], each of every fourth pair of columns.  One thread has all of them."""
+    return gl.sum(gl.sum(p32.reshape([64, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _await(order, tile, WG: gl.constexpr):
+    """Wait until warp group WG may start its products for the key tile that is the ``tile``-th of this program.
+
+    Warp group 0 waits until warp group 1 has started those for the tile before, and warp group 1 until warp group 0 has
+    started those for the same tile."""
+    mbarrier.wait(order.index(WG), tile & 1 ^ (1 - WG))
+
+
+@gluon.jit
 def _turn(
-    i, q1, q2, stored, barriers, done, length, by, p, shift, total, o1, o2, on,
+    i, q1, q2, stored, barriers, done, length, by, p, shift, total, o1, o2, on, WG: gl.constexpr,
     N: gl.constexpr, REST: gl.constexpr, S: gl.constexpr, P1: gl.constexpr, P2: gl.constexpr, STAGES: gl.constexpr,
     MASK: gl.constexpr,
 ):  # fmt: skip
@@ -146,19 +163,21 @@ def _turn(
 
     ``done`` is the number of key tiles of earlier tiles.  Return the arguments p, total, o1 and o2 of the next turn."""
     k1, k2, v1, v2 = stored
-    k_full, k_empty, v_full, v_empty = barriers
+    k_full, k_empty, v_full, v_empty, order = barriers
     stage, phase = (done + i) % STAGES, (done + i) // STAGES & 1
     before, past = (done + i - 1) % STAGES, (done + i - 1) // STAGES & 1
     mbarrier.wait(k_full.index(stage), phase)
+    _await(order, done + i, WG)
     s = _scores(q1, q2, k1.index(stage).reshape([N, 64]), k2.index(stage).reshape([N, REST]), N, S)
     mbarrier.wait(v_full.index(before), past)
     o1, o2 = _add(p, v1.index(before).reshape([N, 64]), v2.index(before).reshape([N, REST]), o1, o2, P1, P2)
+    mbarrier.arrive(order.index(1 - WG))
     s = warpgroup_mma_wait(2, deps=[s])
     mbarrier.arrive(k_empty.index(stage))
     if MASK:
         s = gl.where((i * N + on < length)[None, :], s, NEVER)
     p32 = gl.exp2(s * by - shift[:, None])
-    total += gl.sum(p32, 1)
+    total += _sums(p32, N)
     p = p32.to(p.dtype)
     mbarrier.wait(v_full.index(before), past)  # prevents the compiler from moving the powers after the wait
     o1, o2, p = _drain(o1, o2, p)
@@ -218,7 +237,7 @@ def _consume(
     B1: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     B2: gl.constexpr = gl.BlockedLayout([1, 8], [256 // REST, REST // 8], [4, 1], [1, 0])
     k1, k2, v1, v2 = stored
-    k_full, k_empty, v_full, v_empty = barriers
+    k_full, k_empty, v_full, v_empty, order = barriers
     on = gl.arange(0, N, layout=gl.SliceLayout(0, S))
     m1 = gl.arange(0, 64, layout=gl.SliceLayout(1, B1))
     m2 = gl.arange(0, 64, layout=gl.SliceLayout(1, B2))
@@ -236,28 +255,32 @@ def _consume(
             q1.store(first)
             q2.store(rest)
             fence_async_shared()
-            total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
+            # the same queries in registers; ``_again`` reads those in shared memory
+            h1 = q1.load(gl.DotOperandLayout(0, S, 2))
+            h2 = q2.load(gl.DotOperandLayout(0, S, 2))
             o1 = gl.zeros([64, 64], gl.float32, layout=O1)
             o2 = gl.zeros([64, REST], gl.float32, layout=O2)
 
             stage, phase = done % STAGES, done // STAGES & 1
             mbarrier.wait(k_full.index(stage), phase)
-            s = _scores(q1, q2, k1.index(stage).reshape([N, 64]), k2.index(stage).reshape([N, REST]), N, S)
+            _await(order, done, WG)
+            s = _scores(h1, h2, k1.index(stage).reshape([N, 64]), k2.index(stage).reshape([N, REST]), N, S)
+            mbarrier.arrive(order.index(1 - WG))
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(stage))
             s = gl.where((on < length)[None, :], s, NEVER)
             shift = gl.max(s, 1) * by
             p32 = gl.exp2(s * by - shift[:, None])
-            total += gl.sum(p32, 1)
+            total = _sums(p32, N)
             p = p32.to(dtype)
             for i in range(1, whole):
                 p, total, o1, o2 = _turn(
-                    i, q1, q2, stored, barriers, done, length, by, p, shift, total, o1, o2, on, N, REST, S, P1, P2,
+                    i, h1, h2, stored, barriers, done, length, by, p, shift, total, o1, o2, on, WG, N, REST, S, P1, P2,
                     STAGES, False,
                 )  # fmt: skip
             for i in range(whole, tiles):
                 p, total, o1, o2 = _turn(
-                    i, q1, q2, stored, barriers, done, length, by, p, shift, total, o1, o2, on, N, REST, S, P1, P2,
+                    i, h1, h2, stored, barriers, done, length, by, p, shift, total, o1, o2, on, WG, N, REST, S, P1, P2,
                     STAGES, True,
                 )  # fmt: skip
             done += tiles
@@ -268,7 +291,7 @@ def _consume(
             o1, o2, p = _drain(o1, o2, p)
             mbarrier.arrive(v_empty.index(stage))
 
-            total = gl.convert_layout(total, gl.SliceLayout(1, O1))
+            total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, O1))
             if gl.max(gl.where(total < MOST, 0, 1), 0) > 0:  # also if it is NaN
                 o1, o2, total = _again(
                     q1, q2, t1, t2, k + start * k_stride, v + start * v_stride, k_stride, v_stride, length, head * D,
@@ -312,14 +335,17 @@ def _attend(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), 1)
         mbarrier.init(k_empty.index(i), 2)
         mbarrier.init(v_full.index(i), 1)
         mbarrier.init(v_empty.index(i), 2)
+    mbarrier.init(order.index(0), 1)
+    mbarrier.init(order.index(1), 1)
     fence_async_shared()
     stored = (k1, k2, v1, v2)
-    barriers = (k_full, k_empty, v_full, v_empty)
+    barriers = (k_full, k_empty, v_full, v_empty, order)
     gl.warp_specialize(
         [
             (_consume, (
