@@ -30,13 +30,25 @@ NAME = "minivllm_patches"  # name of ``attend_in_module`` in transformers' atten
 LEAST = 4096  # fewest patches of a sequence for which modules of transformers use the kernel
 
 
-@lru_cache(maxsize=16)
 def hopper_attention(dim: int, dtype: torch.dtype, device: torch.device) -> Attend | None:
     """Return the kernel of ``patch_attention`` for heads of ``dim`` elements.
 
     Return None for devices, dtypes and sizes that it does not serve, and if the kernel cannot be compiled on this
-    device or gives other outputs than products in float32."""
-    if dtype != torch.bfloat16 or device.type != "cuda" or find_spec("triton") is None:
+    device or gives other outputs than products in float32.  A lack of memory is no reason for later calls."""
+    if dtype != torch.bfloat16 or device.type != "cuda":
+        return None
+    try:
+        return _checked(dim, device)
+    except torch.OutOfMemoryError as e:
+        log.warning("images use torch's attention: %s", describe_error(e))
+        return None
+
+
+@lru_cache(maxsize=16)
+def _checked(dim: int, device: torch.device) -> Attend | None:
+    """Return the kernel after it has been compiled and compared, or None.  OutOfMemoryError if there was no memory for
+    that."""
+    if find_spec("triton") is None:
         return None
     try:
         from minivllm.device.kernels import patch_attention
@@ -45,6 +57,8 @@ def hopper_attention(dim: int, dtype: torch.dtype, device: torch.device) -> Atte
         if capability(device) != 9 or dim not in patch_attention.SIZES:
             return None
         distance = patch_attention.distance(dim, device)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as e:  # the compiler and the driver raise errors of many types
         log.warning("images use torch's attention: %s", describe_error(e))
         return None
@@ -62,8 +76,10 @@ def use_in_modules(model: Any, dim: int) -> None:
     if hopper_attention(dim, like.dtype, like.device) is None:
         return
     from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register(NAME, attend_in_module)
+    AttentionMaskInterface.register(NAME, sdpa_mask)  # without a function for masks, the modules would make none
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = NAME

@@ -16,6 +16,14 @@ from minivllm.device.layers.tower_attention import attend_in_module, hopper_atte
 CARD = torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def unchecked():
+    """Compare the kernel anew in each test."""
+    tower_attention._checked.cache_clear()
+    yield
+    tower_attention._checked.cache_clear()
+
+
 class Kernel:
     """Has the interface of the kernel, computes with torch, and counts its calls."""
 
@@ -52,7 +60,7 @@ def test_the_kernel_is_used_only_where_it_was_compared(monkeypatch, caplog, dim,
     monkeypatch.setattr("minivllm.device.kernels.launch.capability", lambda device: major)
     monkeypatch.setattr(patch_attention, "distance", lambda dim, device: distance)
     with caplog.at_level(logging.WARNING):
-        found = hopper_attention.__wrapped__(dim, dtype, CARD)
+        found = hopper_attention(dim, dtype, CARD)
     assert (found is patch_attention.attend) == used
     assert ("torch's attention" in caplog.text) == (not used and (dim, dtype, major) == (72, torch.bfloat16, 9))
 
@@ -66,8 +74,25 @@ def test_a_kernel_that_fails_to_compile_is_not_used(monkeypatch, caplog):
 
     monkeypatch.setattr("minivllm.device.kernels.launch.capability", lambda device: 9)
     monkeypatch.setattr(patch_attention, "distance", fail)
-    assert hopper_attention.__wrapped__(72, torch.bfloat16, CARD) is None
+    assert hopper_attention(72, torch.bfloat16, CARD) is None
     assert "no such instruction" in caplog.text
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_is_used_by_later_engines_after_a_lack_of_memory(monkeypatch, caplog):
+    patch_attention = pytest.importorskip("minivllm.device.kernels.patch_attention", exc_type=ImportError)
+    free = [False]
+
+    def distance(dim, device):
+        if not free[0]:
+            raise torch.OutOfMemoryError("no memory")
+        return 0.004
+
+    monkeypatch.setattr("minivllm.device.kernels.launch.capability", lambda device: 9)
+    monkeypatch.setattr(patch_attention, "distance", distance)
+    assert hopper_attention(72, torch.bfloat16, CARD) is None and "no memory" in caplog.text
+    free[0] = True
+    assert hopper_attention(72, torch.bfloat16, CARD) is patch_attention.attend
 
 
 @pytest.mark.parametrize(
@@ -110,6 +135,26 @@ def test_modules_of_transformers_call_the_kernel_in_each_layer_and_keep_their_fe
         found = model(pixels).last_hidden_state
     assert kernel.calls == shape["num_hidden_layers"]
     assert torch.allclose(found, want, atol=1e-5)
+
+
+def test_modules_that_mask_patches_keep_their_mask(monkeypatch):
+    """transformers makes no mask for an attention without a registered function for masks."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
+    model = transformers.Siglip2VisionModel(
+        transformers.Siglip2VisionConfig(num_patches=16, patch_size=4, **shape)
+    ).eval()
+    pixels = torch.randn(1, 16, 48, generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(16) < 12)[None].int()
+    given = {"pixel_attention_mask": mask, "spatial_shapes": torch.tensor([[3, 4]])}
+    monkeypatch.setattr(tower_attention, "LEAST", 16)
+    with torch.inference_mode():
+        want = model(pixels, **given).last_hidden_state
+        kernel = Kernel(monkeypatch)
+        use_in_modules(model, 8)
+        found = model(pixels, **given).last_hidden_state
+    assert kernel.calls == 0
+    assert torch.allclose(found[:, :12], want[:, :12], atol=1e-5)
 
 
 @pytest.mark.gpu
