@@ -26,7 +26,14 @@ from minivllm.core.interfaces.executor import Part
 from minivllm.plugins.executor import ray_launcher
 from minivllm.plugins.executor.options import RayOptions
 from minivllm.plugins.executor.ray_executor import Ray, RayCluster
-from minivllm.plugins.executor.ray_launcher import check_address, lacks, of_session, reason_of_end, refused, wants
+from minivllm.plugins.executor.ray_launcher import (
+    check_address,
+    lacks,
+    of_session,
+    rank_resources,
+    reason_of_end,
+    refused,
+)
 from minivllm.plugins.executor.ray_rank import CHANNEL
 from minivllm.plugins.executor.ray_worker import interface_of
 from minivllm.runtime.processes.gate import Guest
@@ -76,7 +83,7 @@ def test_bad_options_are_refused_by_their_names(folder):  # noqa: F811
     ],
 )  # fmt: skip
 def test_a_cluster_that_could_never_have_the_places_is_told_what_it_has(nodes, device, size, words):
-    found = lacks(nodes, size, wants(device))
+    found = lacks(nodes, size, rank_resources(device))
     assert re.search(words, found) if words else found == ""
 
 

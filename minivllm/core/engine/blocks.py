@@ -164,7 +164,7 @@ class BlockPool:
             found = self.roots[salt] = (self.next_root, chain_key(0, repr(salt).encode()))
         return found
 
-    def _tell(self, what: str, *args: Any) -> Any:
+    def _call_evictor(self, what: str, *args: Any) -> Any:
         """Call the evictor's method with the name ``what`` and return its result.
 
         The result of ``victims`` is converted to keys u64 [n].  EngineDeadError if the method raises, because the pool
@@ -183,13 +183,13 @@ class BlockPool:
     def _drop(self, keys: np.ndarray) -> None:
         """Report to the evictor and the event listeners that cached blocks with these keys u64 are about to be removed
         from the index for another reason than lack of space."""
-        self._tell("drop", keys)
+        self._call_evictor("drop", keys)
         self.events.blocks_dropped(self.kv_group, keys)
 
     def report(self, event: str, keys: np.ndarray, turn: SessionTurn) -> None:
         """Call the evictor's method ``event``, which is "began" or "ended", for a request of a session.  ``keys`` u64
         are the keys of the request's cached blocks."""
-        self._tell(event, keys, turn)
+        self._call_evictor(event, keys, turn)
 
     # ---- a sequence's blocks -----------------------------------------------------------------------------------------
 
@@ -215,15 +215,15 @@ class BlockPool:
         if len(woken):
             self.idle -= len(woken)
             self.held += len(woken)
-            self._tell("hold", self.key[woken])
+            self._call_evictor("hold", self.key[woken])
 
     def touch(self, block: int) -> None:
         """Report to the evictor that a cached block is used for a moment, because its content is about to be copied.
         If a row holds the block, the evictor already counts it as in use, and nothing is reported."""
         key = self.key[block : block + 1].copy()
         if not self.ref[block]:
-            self._tell("hold", key)
-            self._tell("free", key)
+            self._call_evictor("hold", key)
+            self._call_evictor("free", key)
 
     def release(self, blocks: np.ndarray) -> None:
         """Remove one reference from each of these distinct blocks i32, parents before children.  Null blocks are
@@ -246,7 +246,7 @@ class BlockPool:
             kept = gone[cached]
             gone = gone[~cached]
             self.idle += len(kept)
-            self._tell("free", self.key[kept])
+            self._call_evictor("free", self.key[kept])
         self._free[self.free : self.free + len(gone)] = gone
         self.free += len(gone)
 
@@ -340,7 +340,7 @@ class BlockPool:
         these blocks, or to copy the first tokens of one block."""
         self.hits += tokens
         if len(blocks):
-            self._tell("hit", self.key[blocks])
+            self._call_evictor("hit", self.key[blocks])
 
     def count(self, queried: int, found: int) -> None:
         """Count a prefix lookup that looked for ``queried`` blocks and found ``found``.
@@ -481,7 +481,7 @@ class BlockPool:
         keys = np.array([key for key, _ in self.new], np.uint64)
         info = block_info([row for _, row in self.new])
         self.new.clear()
-        self._tell("add", keys, info)
+        self._call_evictor("add", keys, info)
         self.events.blocks_stored(self.kv_group, keys, info)
 
     def published(self, block: int) -> bool:
@@ -490,7 +490,7 @@ class BlockPool:
     def _evict(self, n: int) -> None:
         """Evict n idle blocks that the evictor selects, children before parents.  EngineDeadError if the evictor
         returns another number of keys, or a block that is unknown, in use, or the parent of a cached block."""
-        keys = self._tell("victims", n)
+        keys = self._call_evictor("victims", n)
         if len(keys) != n:
             raise EngineDeadError(
                 f"evictor {type(self.evictor).__name__} returned {len(keys)} keys of blocks to evict; expected {n}"
@@ -541,7 +541,7 @@ class BlockPool:
         if not len(cached):
             return
         keys = self.key[cached]
-        self._tell("free", keys)
+        self._call_evictor("free", keys)
         self._drop(keys)
         for key, block in zip(keys[::-1].tolist(), cached[::-1].tolist(), strict=True):
             self._unlink(key, block)

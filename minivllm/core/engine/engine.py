@@ -567,12 +567,12 @@ class Engine:
         self.dead = message
         for request in list(self.requests.values()):
             try:
-                self._tell_dead(request, message)
+                self._fail(request, message)
             # one request in an inconsistent state must not prevent the end of the other requests
             except Exception:
                 log.exception("request %s could not be ended", request.id)
 
-    def _tell_dead(self, request: Request, message: str) -> None:
+    def _fail(self, request: Request, message: str) -> None:
         if request.beams is not None:
             finish_beams(self, request, Finish("error"), message)
             return

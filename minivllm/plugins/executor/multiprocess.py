@@ -192,7 +192,7 @@ class Multiprocess(Process):
                     continue
                 content = json.loads(message.data)
                 if message.kind == MEETING:  # rank 0 sends the address at which the ranks connect to each other
-                    self._tell(MEETING, bytes(message.data))
+                    self._send_all(MEETING, bytes(message.data))
                     continue
                 if message.kind == PROGRESS:
                     progress.report(*content)
@@ -259,15 +259,15 @@ class Multiprocess(Process):
             self._page.moves()
         data = b"".join(parts)
         self._send(kind, data)
-        self._tell(kind, data)
+        self._send_all(kind, data)
 
     def supply(self, step: int, late: LateInputs) -> None:
         if self._page is not None:
             self._page.moves()
         super().supply(step, late)
-        self._tell(GO, json.dumps(step).encode())
+        self._send_all(GO, json.dumps(step).encode())
 
-    def _tell(self, kind: int, data: bytes) -> None:
+    def _send_all(self, kind: int, data: bytes) -> None:
         for rank, child in enumerate(self._others, 1):
             try:
                 child.send(kind, [data])
@@ -294,14 +294,14 @@ class Multiprocess(Process):
     def _sum(self, verb: str, found: Any, args: Mapping[str, Any] | None) -> Any:
         given = None if args is None else dict(args)
         message = json.dumps([self._calls, verb, given])
-        self._tell(CALL, message.encode())
+        self._send_all(CALL, message.encode())
         for rank, child in enumerate(self._others, 1):
-            report = json.loads(self._hear(rank, child).data)
+            report = json.loads(self._receive_from(rank, child).data)
             answer = report.get("answer")
             found = None if found is None or answer is None else found + answer
         return found
 
-    def _hear(self, rank: int, child: Child) -> Message:
+    def _receive_from(self, rank: int, child: Child) -> Message:
         while True:
             try:
                 message = child.receive(wait=False)

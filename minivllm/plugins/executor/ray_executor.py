@@ -129,7 +129,7 @@ class RayCluster:
         self._launcher.send(ASK, [json.dumps(request).encode()])
         end = time.monotonic() + options.start_timeout
         try:
-            found = self._hear(FOUND, end)
+            found = self._await_message(FOUND, end)
             self._folder = found["folder"]
             self._node = found["node"]
             host = found["ip"] if options.address or options.transport == "tcp" else ""
@@ -147,7 +147,7 @@ class RayCluster:
             one.show(page, rank)
         return self._ranks
 
-    def _hear(self, kind: int, end: float) -> dict[str, Any]:
+    def _await_message(self, kind: int, end: float) -> dict[str, Any]:
         """Wait for the launcher's next message of this kind, and return its content."""
         while True:
             message = self._launcher.receive(wait=False)

@@ -140,15 +140,15 @@ class Launcher:
             self._connect()
             node = self.ray.get_runtime_context().get_node_id()
             ip = self.ray.util.get_node_ip_address()
-            _tell(channel, FOUND, node=node, ip=ip, folder=self.folder)
+            _send(channel, FOUND, node=node, ip=ip, folder=self.folder)
             self._check_room()
             second = channel.receive(wait=True)
             assert second is not None
             running = self._place(json.loads(second.data), node, channel)
         except MinivllmError as e:
-            _tell(channel, FAILED, name=type(e).__name__, message=str(e))
+            _send(channel, FAILED, name=type(e).__name__, message=str(e))
             return
-        _tell(channel, PLACED)
+        _send(channel, PLACED)
         self._watch(running, channel)
 
     # ---- the cluster ---------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Launcher:
 
     def _check_room(self) -> None:
         nodes = [(node["NodeManagerHostname"], node["Resources"]) for node in self.ray.nodes() if node["Alive"]]
-        if reason := lacks(nodes, self.settings["size"], wants(self.settings["device"])):
+        if reason := lacks(nodes, self.settings["size"], rank_resources(self.settings["device"])):
             raise ResourceError(reason)
 
     def _place(self, opened: Mapping[str, Any], node: str, channel: Channel) -> dict[Any, int]:
@@ -191,7 +191,7 @@ class Launcher:
         place."""
         ray = self.ray
         size = self.settings["size"]
-        want = wants(self.settings["device"])
+        want = rank_resources(self.settings["device"])
         util = ray.util
         self.group = util.placement_group([want] * size, strategy="PACK")
         end = time.monotonic() + self.settings["placement_timeout"]
@@ -229,10 +229,10 @@ class Launcher:
                     how = self.ray.get(one)
                 except Exception as e:  # the library raises errors of many types
                     how = reason_of_end(e)
-                _tell(channel, ENDED, place=running.pop(one), how=how)
+                _send(channel, ENDED, place=running.pop(one), how=how)
             for place in [place for place in self.probe.lost if place in running.values()]:
                 running = {one: its for one, its in running.items() if its != place}
-                _tell(channel, ENDED, place=place, how=self.probe.lost[place])
+                _send(channel, ENDED, place=place, how=self.probe.lost[place])
             channel.rest(LOOK)
             message = channel.receive(wait=False)
             if message is not None and message.kind == KILL:
@@ -260,7 +260,7 @@ class Launcher:
             sweep(os.getpid(), self.folder)
 
 
-def _tell(channel: Channel, kind: int, **words: Any) -> None:
+def _send(channel: Channel, kind: int, **words: Any) -> None:
     channel.send(kind, [json.dumps(words).encode()])
 
 
@@ -284,7 +284,7 @@ def of_session(session: int) -> Iterable[int]:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def wants(device: str) -> dict[str, float]:
+def rank_resources(device: str) -> dict[str, float]:
     """Return the resources of Ray that a rank needs on this kind of device."""
     return {"CPU": 1} if device == "cpu" else {"CPU": 1, "GPU": 1}
 

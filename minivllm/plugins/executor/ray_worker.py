@@ -111,7 +111,7 @@ class RayRank(Rank):
         self._stores: list[Any] = []  # objects that must exist until the rank ends
         super().__init__(channel)
         if state is not None:
-            threading.Thread(target=self._say_where, args=(state,), daemon=True).start()
+            threading.Thread(target=self._send_status, args=(state,), daemon=True).start()
         if self.settings["visible"]:
             os.environ["CUDA_VISIBLE_DEVICES"] = self.settings["visible"]
 
@@ -120,7 +120,7 @@ class RayRank(Rank):
             return super()._files()
         return shared_file(StatusPage.room(self.size)), -1
 
-    def _say_where(self, sock: socket.socket) -> None:
+    def _send_status(self, sock: socket.socket) -> None:
         last = b""
         with contextlib.suppress(OSError, ValueError):  # the engine has ended, or the page is closed
             while True:

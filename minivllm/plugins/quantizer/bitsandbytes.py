@@ -189,7 +189,7 @@ class BitsAndBytes(CheckpointQuantizer):
 
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
         def note(what: str) -> None:
-            self.tell(what, m.name)
+            self.note(what, m.name)
 
         if source is None:
             if self.eight:

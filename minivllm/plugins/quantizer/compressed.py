@@ -28,7 +28,7 @@ from minivllm.errors import ModelError, shown
 from . import forms
 from .forms import Numbers
 from .packed import FLOATS, CheckpointQuantizer, PartLayout, Settings, Share, Want
-from .scaled_bytes import BytesLayout, by_row, group_of, scale_shapes, want_symmetric
+from .scaled_bytes import BytesLayout, by_row, check_symmetric, group_of, scale_shapes
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 STRATEGIES = ("tensor", "channel", "group", "block", None)
@@ -163,7 +163,7 @@ class FieldsLayout(PartLayout):
                 # zero points with one of the row counts of packed words are packed; with another row count they are
                 # plain numbers
                 zero = self._outputs(zero).int() - self.middle
-            want_symmetric(zero)
+            check_symmetric(zero)
             return None
         zero = given["weight_zero_point"].to(share.device)
         if not self.packed_zeros:
@@ -207,7 +207,7 @@ class CompressedTensors(CheckpointQuantizer):
         self.ignore = settings.names("ignore")
         if quantizes_cache:
             what = "scales of keys and values are not used; kv_format=fp8 and int8 have their own"
-            self.tell(what, "kv_cache_scheme")
+            self.note(what, "kv_cache_scheme")
 
     def finish(self) -> None:
         if not self.cache_alone:

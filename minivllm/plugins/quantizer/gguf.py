@@ -119,10 +119,10 @@ KEPT: Mapping[str, Blocks] = {
 class GgufLayout(PartLayout):
     """The layout of a weight of a GGUF type; ``kind`` is the name of the type in lower case, such as "q4_k"."""
 
-    def __init__(self, share: Share, kind: str, tell: Callable[[str], None]) -> None:
+    def __init__(self, share: Share, kind: str, note: Callable[[str], None]) -> None:
         super().__init__(share)
         self.kind = kind
-        self.tell = tell
+        self.note = note
         inputs, size = _block(kind)
         if share.inputs % inputs:
             raise ModelError(f"{share.inputs} inputs of {kind.upper()}: expected a multiple of {inputs}")
@@ -149,7 +149,7 @@ class GgufLayout(PartLayout):
         share = self.share
         name = self.kind.upper()
         dtype = str(share.dtype).removeprefix("torch.")
-        self.tell(f"{name} is unpacked to {dtype}")
+        self.note(f"{name} is unpacked to {dtype}")
         kind = gguf.GGMLQuantizationType[name]
         try:
             with np.errstate(all="ignore"):  # the result is checked below
@@ -180,10 +180,10 @@ class Gguf(CheckpointQuantizer):
     packed_by = tuple(KEPT)
 
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
-        def tell(what: str) -> None:
-            self.tell(what, m.name)
+        def note(what: str) -> None:
+            self.note(what, m.name)
 
         kinds = ["q8_0"]
         if source is not None:
             kinds = [name for name in source.tensors if name not in ("weight", "bias")]
-        return GgufLayout(share, kinds[0], tell) if kinds else None
+        return GgufLayout(share, kinds[0], note) if kinds else None

@@ -57,11 +57,11 @@ class GptqKind(NamedTuple):
 
 
 class GptqLayout(PartLayout):
-    def __init__(self, share: Share, kind: GptqKind, old: bool, indexed: bool, tell: Any) -> None:
+    def __init__(self, share: Share, kind: GptqKind, old: bool, indexed: bool, note: Any) -> None:
         super().__init__(share)
         self.kind = kind
         self.old = old
-        self.tell = tell
+        self.note = note
         bits = kind.bits
         self.why = f" with bits={bits}, group_size={kind.group_size}"
         for what, count in (("inputs", share.inputs), ("outputs", share.outputs)):
@@ -93,10 +93,10 @@ class GptqLayout(PartLayout):
         largest = (1 << bits) - 1
         in_the_middle = bool((zero == centre).all())
         if self.old and self.kind.symmetric and in_the_middle:
-            self.tell(MISNAMED)
+            self.note(MISNAMED)
         elif self.old:
             if bool((zero == largest).any()):
-                self.tell(OVERFLOWED)
+                self.note(OVERFLOWED)
             zero = (zero + 1) & largest
         group_of = share.group_of(self.size)
         if "g_idx" in given:
@@ -149,15 +149,15 @@ class Gptq(CheckpointQuantizer):
         self.dynamic = [_override(key, dynamic, self.kind) for key in dynamic.given]
 
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
-        def tell(what: str) -> None:
-            self.tell(what, m.name)
+        def note(what: str) -> None:
+            self.note(what, m.name)
 
         if source is None:
             if self.dynamic:
                 raise ModelError(
                     "dynamic names modules by patterns, and this architecture does not give the names of its modules"
                 )
-            return GptqLayout(share, self.kind, self.old, True, tell)
+            return GptqLayout(share, self.kind, self.old, True, note)
         if not holds_words(source, self.beside):
             return None
         fitting = [kind for pattern, kind in self.dynamic if pattern.match(source.name)]
@@ -169,7 +169,7 @@ class Gptq(CheckpointQuantizer):
         indexed = "g_idx" in source.tensors
         if kind.act_order and not indexed and kind.group_size != -1:
             raise ModelError(f"the checkpoint lacks {source.name}.g_idx, which desc_act=true needs")
-        return GptqLayout(share, kind, self.old, indexed, tell)
+        return GptqLayout(share, kind, self.old, indexed, note)
 
 
 def _override(key: str, dynamic: Settings, default: GptqKind) -> tuple[re.Pattern[str], GptqKind | None]:

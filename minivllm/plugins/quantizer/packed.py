@@ -432,7 +432,7 @@ class CheckpointQuantizer(Quantizer):
         if not quantized:
             return None
         self._found += 1
-        return PackedWeight(m, layouts, self.tell)
+        return PackedWeight(m, layouts, self.note)
 
     def _layout(self, m: ModuleInfo, part: str, share: Share) -> PartLayout | None:
         """Return the layout of a part, None if it is not quantized.
@@ -462,7 +462,7 @@ class CheckpointQuantizer(Quantizer):
                 raise ModelError(f"tensor {shown(name)}: {e}") from None
         return made
 
-    def tell(self, what: str, module: str) -> None:
+    def note(self, what: str, module: str) -> None:
         """Add a note for the user, once for all modules that it concerns."""
         modules = self._met.setdefault(what, [])
         modules.append(module)

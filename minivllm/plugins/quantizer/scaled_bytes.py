@@ -57,7 +57,7 @@ def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
     return found
 
 
-def want_symmetric(zero: Tensor | None) -> None:
+def check_symmetric(zero: Tensor | None) -> None:
     """Raise ModelError for zero points other than 0 of a weight that is symmetric by its configuration."""
     if zero is not None and bool((zero.float() != 0).any()):
         raise ModelError("weight_zero_point is not 0, but config.json has symmetric=true: expected symmetric=false")
@@ -92,6 +92,6 @@ class BytesLayout(PartLayout):
         if self.zero:
             zero = by_row(given["weight_zero_point"], share, self.rows)
         else:
-            want_symmetric(given.get("weight_zero_point"))
+            check_symmetric(given.get("weight_zero_point"))
         groups = group_of(given, share, self.columns)
         return Numbers(codes, scale, zero, groups)

@@ -88,7 +88,7 @@ class EngineHooks:
         """Call the hooks for a stopped engine, once.  ``error`` is the reason if the engine failed."""
         if self._running:
             self._running = False
-            self.manager.tell("minivllm_engine_stopped", engine=self.view, error=error)
+            self.manager.notify("minivllm_engine_stopped", engine=self.view, error=error)
 
     def _add_figures(self, stats: dict[str, Any]) -> None:
         """Add the figures and failures of hooks to the engine's statistics."""
@@ -99,7 +99,7 @@ class EngineHooks:
 
     def _request_added(self, request: Request) -> None:
         """Call the hooks for an accepted request."""
-        self.manager.tell("minivllm_request_added", request=view_of(request))
+        self.manager.notify("minivllm_request_added", request=view_of(request))
 
     def _request_finished(self, request: Request) -> None:
         """Call the hooks for an ended request."""
@@ -115,12 +115,12 @@ class EngineHooks:
             finished=request.finished,
             error=next((s.error for s in seqs if s.error), None),
         )
-        self.manager.tell("minivllm_request_finished", request=view_of(request), end=end)
+        self.manager.notify("minivllm_request_finished", request=view_of(request), end=end)
 
     def _preempted(self, seq: Seq) -> None:
         """Call the hooks for a preempted sequence."""
         view = PreemptionView(seq.request.id, seq.id, seq.known, seq.preempted)
-        self.manager.tell("minivllm_preempted", preemption=view)
+        self.manager.notify("minivllm_preempted", preemption=view)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class EngineHooks:
                 device_ms=result.device_ms,
                 **figures,
             )
-            self.manager.tell("minivllm_step_finished", step=step)
+            self.manager.notify("minivllm_step_finished", step=step)
 
     def _figures(self) -> dict[str, int]:
         """Return the figures of the engine for the view of a finished step."""
@@ -206,18 +206,18 @@ class EngineHooks:
     def _stored(self, group: int, keys: np.ndarray, info: BlockInfo) -> None:
         """Call the hooks for blocks that entered the prefix cache."""
         view = BlocksView(group, "device", "stored", frozen(keys), frozen(info.parent), frozen(info.depth))
-        self.manager.tell("minivllm_stored", blocks=view)
+        self.manager.notify("minivllm_stored", blocks=view)
 
     def _evicted(self, group: int, keys: np.ndarray) -> None:
         """Call the hooks for evicted blocks."""
         view = _gone(group, "evicted", keys)
-        self.manager.tell("minivllm_evicted", blocks=view)
-        self.manager.tell("minivllm_removed", blocks=view)
+        self.manager.notify("minivllm_evicted", blocks=view)
+        self.manager.notify("minivllm_removed", blocks=view)
 
     def _dropped(self, group: int, keys: np.ndarray) -> None:
         """Call the hooks for blocks that left the prefix cache without an eviction."""
         if len(keys):
-            self.manager.tell("minivllm_removed", blocks=_gone(group, "dropped", keys))
+            self.manager.notify("minivllm_removed", blocks=_gone(group, "dropped", keys))
 
 
 NO_DEPTH = np.empty(0, np.int32)

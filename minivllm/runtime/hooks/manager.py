@@ -113,7 +113,7 @@ class HookManager:
         """Return the number of errors of each plug-in.  A plug-in with ``FAILURES`` errors is disabled."""
         return {m.name: m.failures for m in self.members}
 
-    def tell(self, name: str, **values: Any) -> None:
+    def notify(self, name: str, **values: Any) -> None:
         """Call the observers of a hook.  Their errors are logged, not raised."""
         for call in self._calls[name]:
             if not call.member.disabled:

@@ -136,7 +136,7 @@ class Outgoing:
         self._words[self._announced] = self._written
         return at
 
-    def unheard(self) -> bool:
+    def reader_may_sleep(self) -> bool:
         """Return whether the reader may be asleep, so that a bell (a byte on the socket) must wake it for the last
         piece."""
         barrier()
@@ -236,7 +236,7 @@ class Channel:
             while self._into.put(piece, kind, end < size) < 0:
                 self._make_room()
             self._full = 0.0
-            if file >= 0 or not ORDERED or self._into.unheard():
+            if file >= 0 or not ORDERED or self._into.reader_may_sleep():
                 self._ring(file)
                 file = -1
             if end >= size:
@@ -249,7 +249,7 @@ class Channel:
         self._gather()
         if self._ended:
             raise ChannelClosed("the other process has ended")
-        self._hear()
+        self._read_socket()
         now = time.monotonic()
         self._full = self._full or now
         if now - self._full > self.patience:
@@ -287,7 +287,7 @@ class Channel:
                 raise ChannelClosed("the other process has ended")
             if wait and self.rest(NAPS[1], rhythm) and self.ready():
                 continue
-            if not self._hear() and not wait:
+            if not self._read_socket() and not wait:
                 return None
         return self._came.popleft()
 
@@ -314,7 +314,7 @@ class Channel:
         while not self.ready():
             if time.perf_counter() >= until:
                 return False
-            if self._from.heard is not None and self._hear() and self._ended:
+            if self._from.heard is not None and self._read_socket() and self._ended:
                 return True
             let_others()
         return True
@@ -348,7 +348,7 @@ class Channel:
             self._came.append(Message(kind, piece))
         return bool(self._came)
 
-    def _hear(self, wait: bool = False) -> bool:
+    def _read_socket(self, wait: bool = False) -> bool:
         """Receive bells (bytes on the socket that wake the reader), and store the descriptors that came with them.
 
         Return True if there were bells or the other end has closed the socket, which is stored too."""
@@ -375,7 +375,7 @@ class Channel:
         while not self._files:
             if self._ended:
                 raise ChannelClosed("the other process has ended")
-            self._hear(wait=True)
+            self._read_socket(wait=True)
         return self._files.popleft()
 
     def close(self) -> None:

@@ -201,7 +201,7 @@ def main(target: str, fds: str, nices: str) -> None:
         work: Work = fresh.import_target(target)(sys.stdin.buffer.read())
     except Exception as e:
         for link in links:
-            _tell(link, {"broken": describe_error(e)})
+            _send_note(link, {"broken": describe_error(e)})
         sys.exit(1)
     gc.collect()
     gc.freeze()  # a garbage collection in a worker would write to shared pages, and so copy them
@@ -214,14 +214,14 @@ def main(target: str, fds: str, nices: str) -> None:
         if at is None or code == LEFT:
             continue
         if code == GARBLED:
-            _tell(links[at], {"broken": "a malformed frame"})
+            _send_note(links[at], {"broken": "a malformed frame"})
             continue
         limits = {-signal.SIGPROF: "time", -signal.SIGALRM: "time", MEMORY: "memory"}
-        _tell(links[at], {"ended": limits.get(code, str(code))})
+        _send_note(links[at], {"ended": limits.get(code, str(code))})
         workers[_fork(at, links, work, niceness[at])] = at
 
 
-def _tell(link: socket.socket, answer: dict[str, Any]) -> None:
+def _send_note(link: socket.socket, answer: dict[str, Any]) -> None:
     """Send a frame about a worker to the server."""
     with contextlib.suppress(OSError):
         link.sendall(frame(NOBODY, [json.dumps(answer).encode()]))

@@ -107,13 +107,13 @@ class Wire(Channel):
             raise ChannelStuck(f"has read nothing from the connection for {self.patience:.0f} s")
         if not self._lives():
             raise ChannelClosed("the machine of the other process is out of reach")
-        self._hear()
+        self._read_socket()
         self._gather()
         select.select((), (self._sock,), (), 0.01)
 
     def ready(self) -> bool:
         """Return whether a whole message has arrived, after reading without waiting."""
-        return bool(self._came) or (self._hear() and self._gather())
+        return bool(self._came) or (self._read_socket() and self._gather())
 
     def _watch(self, until: float) -> bool:
         while not self.ready():
@@ -136,7 +136,7 @@ class Wire(Channel):
             del self._buffer[: HEAD.size + size]
         return bool(self._came)
 
-    def _hear(self, wait: bool = False) -> bool:
+    def _read_socket(self, wait: bool = False) -> bool:
         try:
             found = self._sock.recv(READ)
         except BlockingIOError:

@@ -109,14 +109,14 @@ class ChannelReply:
                 self._release()
             return
         if self._kind == THOUGHTS:
-            self._out.think(text)
+            self._out.add_reasoning(text)
         elif self._kind == CALL:
             text = text if self._written else text.lstrip()
             if text:
                 self._keep(text)
                 self._out.write(text)
         elif self._kind == ANSWER:
-            self._out.say(text)
+            self._out.add_text(text)
 
     def _keep(self, text: str) -> None:
         """Store a piece of the arguments of a call."""
@@ -199,4 +199,4 @@ class ChannelReply:
         shown = [piece for piece in self._header or () if piece not in tags or piece not in self._context.hidden]
         self._header = None
         self._size = 0
-        self._out.say("".join(shown))
+        self._out.add_text("".join(shown))

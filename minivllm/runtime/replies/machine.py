@@ -211,16 +211,16 @@ class DescribedReply:
     def _answer(self) -> bool:
         """Add the new text of an answer in JSON, in which tags are text, to the content.  Return WAIT: the parser waits
         for more text."""
-        self._out.say(self._spelled(self._buffer[self._at :]))
+        self._out.add_text(self._spelled(self._buffer[self._at :]))
         self._at = len(self._buffer)
         return WAIT
 
     def _emit(self, text: str) -> None:
         """Add text to the content, or to the reasoning while it is open."""
         if self._thinking:
-            self._out.think(text)
+            self._out.add_reasoning(text)
         else:
-            self._out.say(text)
+            self._out.add_text(text)
 
     def _pass(self, begin: int, end: int) -> None:
         """Pass text without tags and backticks, which may end a run of backticks, and a line with code."""
@@ -255,7 +255,7 @@ class DescribedReply:
         match = SPACES.match(self._buffer, self._at)
         at = match.end() if match else self._at
         if at > self._at:
-            self._out.say(self._buffer[self._at : at])
+            self._out.add_text(self._buffer[self._at : at])
             self._at = at
         if at == len(self._buffer) and not self._final:
             return False
@@ -278,11 +278,11 @@ class DescribedReply:
         role = self._plan.roles.get(tag)
         mark = tag in self._plan.tag_of
         if role is not None and self._thinking and role.closes:
-            self._out.think(self._buffer[start:begin])
+            self._out.add_reasoning(self._buffer[start:begin])
             self._leave_thought()
             return at
         if role is not None and role.closes and self._owed:
-            self._out.say(self._buffer[start:begin])
+            self._out.add_text(self._buffer[start:begin])
             self._owed = False
             self._out.end_thought()
             return at
@@ -334,7 +334,7 @@ class DescribedReply:
         end, _ = matched(candidate.before, self._buffer, at)
         if end == NO or (end == PARTIAL and self._final):
             return NO
-        self._out.say(self._buffer[start:begin])
+        self._out.add_text(self._buffer[start:begin])
         if end == PARTIAL:
             self._at = begin
             return PARTIAL
@@ -446,7 +446,7 @@ class DescribedReply:
         held = "".join(self._held + self._collected)
         self._held = []
         self._collected = []
-        self._out.say(self._spelled(held))
+        self._out.add_text(self._spelled(held))
         return self._enter(self._text)
 
     def _stream(self) -> bool:

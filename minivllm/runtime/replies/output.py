@@ -28,7 +28,7 @@ class Output:
         self.parts = []
         return parts
 
-    def say(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Add text for the user.  Spaces at an edge are dropped or held back, as ``edge`` requires."""
         if not text:
             return
@@ -46,7 +46,7 @@ class Output:
         self.has_content = True
         self.parts.append(Said(text))
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Add text of the reasoning.  Whitespace at its beginning is dropped, and whitespace at its end is held back
         until more text follows."""
         if not text:

@@ -91,7 +91,7 @@ class Helper:
     def make_ready(self) -> None:
         """Start a process, and wait until it has loaded its plug-in."""
         self.start()
-        self._say_hello()
+        self._send_hello()
 
     def check(self, source: GrammarSource) -> None:
         """Try out a grammar in the process: compile it and draw up to DRAWS tokens with it.
@@ -132,7 +132,7 @@ class Helper:
         for again in (True, False):
             self.start()
             try:
-                self._say_hello()
+                self._send_hello()
                 if self._stopped:
                     raise Stopped
                 return self._exchange(line, (BY_THE_CLOCK * self.seconds + GRACE) if self._forks else self.seconds)
@@ -148,7 +148,7 @@ class Helper:
                     raise ResourceError(f"the process that tries grammars out does not start: {e}") from e
         raise AssertionError  # the loop returns or raises
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         """Send the plug-in and the vocabulary to a new process and wait until it is ready.  OSError, ResourceError."""
         if self._ready:
             return
@@ -221,7 +221,7 @@ def main() -> NoReturn:
         answer: dict[str, Any] = {"forks": forks}
     except Exception as e:
         answer = {"error": f"{type(e).__name__}: {e}"}
-    say(answer)
+    send_answer(answer)
     while True:
         child = os.fork() if forks else 0
         if child:
@@ -230,7 +230,7 @@ def main() -> NoReturn:
                 sys.exit(0)
             if code:  # the child has not answered
                 reasons = {int(signal.SIGPROF): "time", int(signal.SIGALRM): "time", int(STOP): "stopped"}
-                say({"ended": reasons.get(-code, "memory")})
+                send_answer({"ended": reasons.get(-code, "memory")})
             continue
         line = sys.stdin.buffer.readline()
         if not line:
@@ -253,12 +253,12 @@ def main() -> NoReturn:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(STOP, signal.SIG_IGN)
-        say(answer)
+        send_answer(answer)
         if forks:
             os._exit(0)
 
 
-def say(answer: dict[str, Any]) -> None:
+def send_answer(answer: dict[str, Any]) -> None:
     """Send an answer to the engine."""
     sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
     sys.stdout.buffer.flush()

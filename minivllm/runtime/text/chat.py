@@ -115,14 +115,14 @@ class ChatTemplates:
         template = self.select(_name(chat_template), tools, documents)
         facts = template.facts
         if not facts.reads_calls:
-            chat = plain.tell_calls(chat)
+            chat = plain.calls_as_text(chat)
         chat = plain.fit(chat, facts)
         mark = ""
         # The list of tools may add a message, which would change the places of messages in errors, so the messages are
         # checked before.
         if tools and "tools" not in facts.variables:
             self._note_template(template)
-            chat, tools = plain.tell_tools(chat, tools, facts.content), None
+            chat, tools = plain.tools_as_text(chat, tools, facts.content), None
         if continue_final_message:
             if add_generation_prompt:
                 text = f"{GOES_ON} and add_generation_prompt contradict each other: use only one of them"

@@ -366,7 +366,7 @@ def check_documents(documents: Any) -> list[Message] | None:
     return made or None
 
 
-def tell_tools(chat: Chat, tools: Chat, form: str = TEXT) -> list[Message]:
+def tools_as_text(chat: Chat, tools: Chat, form: str = TEXT) -> list[Message]:
     """Return the conversation with the tools in its system message, for a template without support of tools.
 
     ``form`` is the form in which the template reads content."""
@@ -381,7 +381,7 @@ def tell_tools(chat: Chat, tools: Chat, form: str = TEXT) -> list[Message]:
     return [{**first, "content": _fitted_content(text, form)}, *rest]
 
 
-def tell_calls(chat: Chat) -> list[Message]:
+def calls_as_text(chat: Chat) -> list[Message]:
     """Return the conversation with tool calls as text, for a template that does not print them."""
     made = []
     for i, original in enumerate(chat):

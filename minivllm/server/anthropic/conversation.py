@@ -65,7 +65,7 @@ def read_conversation(messages: Any, system: Any, warnings: Warnings, images: bo
     ApiError (400) names the first wrong place.  Places without effect are added to ``warnings``."""
     turns = _turns(messages, system, warnings, images)
     continues = turns[-1].role == "assistant"
-    if continues and not _says(turns[-1].blocks):
+    if continues and not _has_content(turns[-1].blocks):
         continues = False  # an empty last message of the assistant has no effect, so the answer does not continue it
         turns.pop()
     if not any(turn.role != "system" for turn in turns):
@@ -105,7 +105,7 @@ def _turns(messages: Any, system: Any, warnings: Warnings, images: bool) -> list
         kinds = BLOCKS[role] if images else {kind: keys for kind, keys in BLOCKS[role].items() if kind != "image"}
         blocks = _blocks(message.get("content"), f"{place}.content", kinds, warnings)
         last = number == len(messages) - 1
-        if not _says(blocks) and not (last and role == "assistant"):
+        if not _has_content(blocks) and not (last and role == "assistant"):
             raise wrong(f"{place}.content", ": is empty; expected text or blocks")
         if not turns or turns[-1].role != role:
             turns.append(Turn(role, place))
@@ -125,7 +125,7 @@ def _check_count(messages: list[Any], system: Any) -> None:
         raise wrong("messages", f": {count} messages and blocks; expected at most {MOST_BLOCKS} together")
 
 
-def _says(blocks: Iterable[tuple[JsonObject, str]]) -> bool:
+def _has_content(blocks: Iterable[tuple[JsonObject, str]]) -> bool:
     """Return whether some of the blocks have content.  An empty text has none."""
     return any(block["type"] != "text" or block["text"] for block, _ in blocks)
 

@@ -72,7 +72,7 @@ class AfterThought:
         if not self._thinks:
             return list(self._calls.feed(text, final))
         thought, mark, rest = text.partition(self._end)
-        self._out.think(thought)
+        self._out.add_reasoning(thought)
         found: list[Any] = [*self._out.take()]
         if mark:
             self._thinks = False

@@ -121,7 +121,7 @@ class Connection(Socket):
             error = self.error_of(exc)
             if ident in self.running:  # an error with this id would be the final message of the running request
                 ident = None
-            await self._say_last({"type": "error", "id": ident, **error.body()})
+            await self._queue_last({"type": "error", "id": ident, **error.body()})
 
     def _id(self, message: JsonObject) -> str | None:
         """Return the id of a message, or None for the message with the key.  ApiError for a malformed id."""
@@ -185,7 +185,7 @@ class Connection(Socket):
             ids = {"request_id": state["request_id"], "client_id": errors.printable(ident)}
             ms = round(1e3 * (time.monotonic() - start), 1)
             logs.event("request", **ids, path=PATH, kind=kind, status=status, ms=ms, **log)
-        await self._say_last(last)
+        await self._queue_last(last)
         del self.running[ident]
 
     def _final_message(self, ident: str, request: SocketRequest, state: dict[str, Any]) -> JsonObject:
@@ -202,7 +202,7 @@ class Connection(Socket):
                 logs.log.error("request %s failed", state["request_id"], exc_info=exc)
             return {"type": "error", "id": ident, **error.body()}
 
-    async def _say_last(self, message: JsonObject) -> None:
+    async def _queue_last(self, message: JsonObject) -> None:
         """Queue the final message of an id, or an error without an id.
 
         No other task runs between the queueing and the return, so the id is free when the client reads the message."""

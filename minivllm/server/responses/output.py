@@ -64,7 +64,7 @@ class ResponseOutput:
         """Yield the events of new parts: text, reasoning, calls, or the end of the answer."""
         for part in parts:
             if isinstance(part, Said):
-                yield from self._say(part.text)
+                yield from self._text_events(part.text)
             elif isinstance(part, Finished):
                 yield from self._finish(part.reason)
             else:
@@ -85,7 +85,7 @@ class ResponseOutput:
             else:
                 yield from self.close()
 
-    def _say(self, text: str) -> Events:
+    def _text_events(self, text: str) -> Events:
         """Yield the events of text for the user.  Whitespace is held back until the first text of a message follows."""
         if self._kind() != "message":
             self._blank += text

@@ -196,7 +196,7 @@ def trace_model(model: Any, cfg: Any) -> ModelTrace:
         except ModelError:
             raise
         except Exception as exc:
-            problem = "cannot run without values of tensors on the host" if _wants_values(exc) else "cannot run"
+            problem = "cannot run without values of tensors on the host" if _needs_values(exc) else "cannot run"
             raise ModelError(f"{label} {problem}: {one_line(exc)}; {INSTEAD}") from exc
     if counting.counted:
         raise ModelError(f"{label} counts the tokens of a step instead of reading their positions; {INSTEAD}")
@@ -220,7 +220,7 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
         place(model, model.base_model_prefix, body)
 
 
-def _wants_values(exc: Exception) -> bool:
+def _needs_values(exc: Exception) -> bool:
     return "meta" in str(exc) or isinstance(exc, NotImplementedError)
 
 
