@@ -377,7 +377,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ([{"role": "user", "content": ""}], "messages[0].content: is empty"),
         ([user()], "messages[0].content: is empty"), ([user("x")], "messages[0].content[0]='x'"),
         ([user({"type": "text"})], "messages[0].content[0].text=None"),
-        ([user(text("see"), IMAGE)], "messages[0].content[1].type='image': this model does not read it"),
+        ([user(text("see"), IMAGE)], "messages[0].content[1].type='image': it is not read here"),
         ([user({"type": "document", "source": {}})], "messages[0].content[0].type='document'"),
         ([user(USE)], "messages[0].content[0].type='tool_use': expected text, tool_result"),
         ([user({"type": "server_tool_use"})], "expected text, tool_result"),

@@ -262,3 +262,24 @@ def test_engines_in_other_processes_read_images(folder, expected):
         assert chat(made, [bad_parts()["cut"][0]]).status_code == 400
     finally:
         made.close()
+
+
+def test_places_that_take_no_images_say_where_a_model_reads_them(server):
+    name = server.app.service.names[0]
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file_of(FIRST)).decode()}
+    use = {"type": "tool_use", "id": "a", "name": "see", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": source}]}
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    tools = [{"name": "see", "input_schema": {"type": "object"}}]
+    seen = {"type": "input_image", "image_url": data_url(file_of(FIRST))}
+    for path, body in (
+        ("/v1/messages", {"max_tokens": 4, "messages": turns, "tools": tools}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [seen]}]}),
+    ):
+        answer = server.post(path, {"model": name, **body})
+        assert answer.status_code == 400, answer.text
+        assert "image encoder read images in user messages of chats" in answer.json()["error"]["message"]

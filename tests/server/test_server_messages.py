@@ -34,10 +34,10 @@ REFUSED = [
     (
         {"messages": [*ASK, *ASK, {"role": "user", "content": [PART]}]},
         "messages[2].content[0].type",
-        "does not read it",
+        "it is not read here",
     ),
     ({"messages": [*ASK, {"role": "wizard", "content": "a"}]}, "messages[1].role", "expected one of"),
-    ({"messages": [{"role": "user", "content": "a", "images": ["b"]}]}, "messages[0].images", "does not read it"),
+    ({"messages": [{"role": "user", "content": "a", "images": ["b"]}]}, "messages[0].images", "it is not read here"),
     ({"messages": [{"role": "user", "contnt": "a", "content": None}]}, "messages[0].content", "is missing"),
     ({"response_format": {"type": "json_object", "foo": 1}}, "response_format.foo", "unknown field"),
     ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "unknown field"),

@@ -35,7 +35,10 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 MEDIA = re.compile(
     r"(input_)?(image|audio|video|file|document|media)s?(_url|_urls|_data|_embeds|_pil|_id)?|attachments?"
 )
-TEXT_ONLY = "this model does not read it; images need an image encoder, and audio, video and files are not supported"
+TEXT_ONLY = (
+    "it is not read here; models with an image encoder read images in user messages of chats, and none reads audio, "
+    "video or files"
+)
 # keys without a warning, because their data are in the prompt or do not concern the prompt
 KNOWN = frozenset(
     {

@@ -201,7 +201,7 @@ def test_eos_ids_are_those_of_the_generation_config_and_the_tokenizer(tmp_path):
         ([{"role": "user", "content": 5}], r"messages\[0\].content"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
-            r"messages\[0\].content\[0\].type=.image_url.: this model does not read it",
+            r"messages\[0\].content\[0\].type=.image_url.: it is not read here",
         ),
         ([{"role": "user", "content": "x"}, {"role": "user", "content": "y"}], "roles must alternate"),
     ],
