@@ -24,6 +24,7 @@ The output of a sequence depends on no other sequence: its tiles read no others,
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -362,18 +363,21 @@ def _attend(
     )  # fmt: skip
 
 
+@lru_cache(maxsize=4)
+def _layout(width: int) -> gl.NVMMASharedLayout:
+    """Return the shared layout of tiles of ``width`` elements, which takes longer to build than a descriptor."""
+    return gl.NVMMASharedLayout(2 * width, 16, 3)
+
+
 def _boxes(x: Tensor, length: int, rest: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return descriptors of keys or values [T, H, D] as [sequences, length, H * D]: boxes of ``KEYS`` patches by 64 and
     by ``rest`` elements."""
     tokens, heads, dim = x.shape
     step = x.stride(0)
-    sequences = x.as_strided((tokens // length, length, heads * dim), (length * step, step, 1))
-
-    def box(width: int) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout(2 * width, 16, 3)
-        return TensorDescriptor.from_tensor(sequences, [1, KEYS, width], layout)
-
-    return box(64), box(rest)
+    shape = [tokens // length, length, heads * dim]
+    strides = [length * step, step, 1]
+    first = TensorDescriptor(x, shape, strides, [1, KEYS, 64], _layout(64))
+    return first, TensorDescriptor(x, shape, strides, [1, KEYS, rest], _layout(rest))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 NAME = "minivllm_patches"  # name of ``attend_in_module`` in transformers' attention interface
-LEAST = 4096  # fewest patches of a sequence for which modules of transformers use the kernel
+LEAST = 3328  # fewest patches of a sequence for which modules of transformers use the kernel
 
 
 def hopper_attention(dim: int, dtype: torch.dtype, device: torch.device) -> Attend | None:
