@@ -131,7 +131,7 @@ def checkpoint_files(folder: Path, pickled: bool = False) -> list[tuple[Path, li
     if files.is_there(index):
         return _indexed(folder, index, (".safetensors",))
     shards = sorted(p.name for p in folder.glob("*.safetensors"))
-    hint = f"found {shards[0]} without {index.name}" if shards else "or use load_format='dummy'"
+    hint = f"found {shards[0]} without {index.name}; download it too" if shards else "or use load_format='dummy'"
     if not shards and (names := pickled_names(folder)):
         hint = f"only weights of torch.save ({names[0]}), which load_format='pt' reads without running what they name"
     raise ModelError(f"{folder}: no model.safetensors and no {index.name}; {hint}")

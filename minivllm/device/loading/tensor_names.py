@@ -7,6 +7,7 @@ Two kinds of tensors are left out, because a text model does not have them: tens
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -289,6 +290,8 @@ def check_names(folder: Path, names: Iterable[str], arch: ModelArch, cfg: Any) -
         number = match[0] if match else "0"
         end = name.rpartition(".")[2]
         known = [source.replace("*", number, 1) for source in found.sources]
+        if int(number) >= getattr(cfg, "num_hidden_layers", math.inf):
+            known = []  # the model has no such layer
         raise no_place(str(folder), name, [f"{source}.{end}" for source in known])
     return found.notes()
 

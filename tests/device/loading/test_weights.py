@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.model import Rule
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.device.loading.hf_config import open_checkpoint
+from minivllm.device.loading.tensor_names import check_names
 from minivllm.device.loading.weights import find_targets, load_weights, weight_bytes
 from minivllm.errors import ModelError
 from minivllm.plugins.quantizer.int8 import Int8
@@ -183,6 +185,16 @@ def test_an_unknown_tensor_is_refused_with_the_nearest_name(tiny):
     )
 
 
+@pytest.mark.parametrize(("layer", "hint"), [(1, True), (7, False)])
+def test_no_name_of_a_layer_that_the_model_lacks_is_suggested(tiny, layer, hint):
+    path, cfg, _ = tiny
+    name = f"model.layers.{layer}.mlp.gate_projj.weight"
+    with pytest.raises(ModelError, match=re.escape(f"{name}' has no place")) as refused:
+        check_names(path, [name], ARCHS["llama"](), cfg)
+    assert ("Did you mean 'model.layers.1.mlp.gate_proj.weight'" in str(refused.value)) == hint
+    assert ("Did you mean" in str(refused.value)) == hint
+
+
 def test_a_layer_more_than_the_config_says_is_refused(tiny):
     path, cfg, _ = tiny
     cfg.num_hidden_layers = 1
@@ -302,7 +314,7 @@ def test_a_folder_without_weights_is_refused(tiny, tmp_path):
     path, cfg, _ = tiny
     refuses(tmp_path / "nowhere", cfg, "no such model directory")
     (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
-    refuses(path, cfg, "found model-00001-of-00002.safetensors without model.safetensors.index.json")
+    refuses(path, cfg, "found model-00001-of-00002.safetensors without model.safetensors.index.json; download it too")
     (path / "model-00001-of-00002.safetensors").unlink()
     refuses(path, cfg, "no model.safetensors and no")
 
