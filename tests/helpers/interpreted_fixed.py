@@ -232,13 +232,14 @@ def test_weights_that_the_kernel_cannot_read_are_refused():
         FixedProduct(torch.randn(4, 96), 2)
 
 
-def attention(spec, rows, cache, sinks, slopes, captured=None):
+def attention(spec, rows, cache, sinks, slopes, captured=None, short=False):
     """Attend rows (slot, new tokens, keys) of a cache in which slot i has blocks 20 i + 1 to 20 i + 20."""
     table = (np.arange(20)[None, None] + 20 * np.arange(4)[None, :, None] + 1).astype(np.int32)
     meta = make_meta(rows, table, 16)
     context = AttentionContext("cpu", "float32", Fp32(), 16, 8, 320, prepare_qk, batch_invariant=True)
     backend = Triton(None, context)
     backend.plan(meta, captured or GraphKey())
+    backend.short |= {spec} if short else set()
     random = torch.Generator().manual_seed(5)
     q = torch.randn(4, 320, spec.heads, spec.dim_qk, generator=random)  # of each slot and position
     q = torch.cat([q[slot, keys - new : keys] for slot, new, keys in rows])
@@ -274,6 +275,52 @@ def test_programs_that_share_a_row_give_the_bits_of_one_program(case, monkeypatc
     assert torch.equal(decoded[0], whole[:3])
     monkeypatch.setattr(triton_fixed, "PART", 128)
     assert not torch.equal(attention(spec, rows, cache, sinks, None)[0], whole), "no power: parts do not matter"
+
+
+class Launches:
+    """A kernel that keeps the constants of its launches."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.constants = []
+
+    def __getitem__(self, grid):
+        def launch(*given, **constants):
+            self.constants.append(constants)
+            self.kernel[grid](*given, **constants)
+
+        return launch
+
+
+@pytest.mark.usefixtures("tensor_core")
+@pytest.mark.parametrize("case", ["plain", "window", "sinks", "slopes", "softcap"])
+@pytest.mark.parametrize("programs", [1, 1000])
+def test_tiles_of_a_part_computed_together_have_the_bits_of_tiles_one_after_another(case, programs, monkeypatch):
+    torch.manual_seed(4)
+    features = {
+        "window": {"window": 100},
+        "sinks": {"sinks": True},
+        "slopes": {"alibi": (0.5, 0.25, 0.1, 0.7)},
+        "softcap": {"softcap": 3.0},
+    }
+    spec = AttnSpec(4, 2, 16, 16, **features.get(case, {}))
+    sinks = torch.randn(4) if spec.sinks else None
+    slopes = torch.rand(4) if spec.alibi is not None else None
+    cache = {name: 3 * torch.randn(81, 16, 2, 16) for name in "kv"}
+    rows = [(0, 1, 300), (1, 1, 128), (2, 1, 7), (3, 1, 257)]
+    monkeypatch.setattr(triton_fixed, "PROGRAMS", programs)
+    monkeypatch.setattr(triton_fixed, "WHOLE_PROGRAMS", programs)
+    launches = Launches(triton_fixed._attend)
+    monkeypatch.setattr(triton_fixed, "_attend", launches)
+    want = attention(spec, rows, cache, sinks, slopes)
+    together = attention(spec, rows, cache, sinks, slopes, short=True)
+    monkeypatch.setattr(triton_fixed, "WHOLE_DIM", 8)
+    apart = attention(spec, rows, cache, sinks, slopes, short=True)
+    assert [one["WHOLE"] for one in launches.constants] == [False, True, False]
+    assert [one["M"] for one in launches.constants] == [64, 16, 16]
+    assert together[2] == apart[2] == want[2] == (1 if programs == 1 else 3)
+    for got in (together, apart):
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
 
 @pytest.mark.parametrize("case", ["plain", "window"])
@@ -317,8 +364,8 @@ def test_a_cache_in_another_dtype_than_the_queries_has_no_tiles_of_few_lines(sto
 
 def test_sums_of_long_rows_stay_below_the_limit_of_memory():
     spec = SimpleNamespace(kv_heads=8, dim_v=128)
-    few, many = (triton_fixed.parts_of(spec, tiles, 2, 30000, torch.device("cpu")) for tiles in (1, 64))
+    few, many = (triton_fixed.parts_of(spec, tiles, 2, 30000, torch.device("cpu"), 264) for tiles in (1, 64))
     assert few.programs == 32 and len(few.sums) == 8 * 2 * few.most and few.most == 235
     assert many.programs == 1 and len(many.sums) == 1
-    huge = triton_fixed.parts_of(spec, 32, 64, 30000, torch.device("cpu"))
+    huge = triton_fixed.parts_of(spec, 32, 64, 30000, torch.device("cpu"), 264)
     assert huge.programs == 1

@@ -27,14 +27,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .activation import NUMBER, gate_rounded
 from .fixed_products import FixedProduct
-from .launch import capability, kernel, pdl, release, roomy, settle
+from .launch import capability, kernel, pdl, power, release, roomy, settle
 from .norm import add_rms_norm
 
-MOST_ROWS = 8  # largest number of rows for which these kernels were measured to be faster (H200)
-LINES = 16  # rows of x in an instruction (wgmma); those behind the last row are 0
+MOST_ROWS = 32  # largest number of rows for which these kernels were measured to be faster (H200)
+LINES = 16  # least number of rows of x in an instruction (wgmma); those behind the last row are 0
 OUTPUTS = 64  # number of outputs of a program, the weight's side of the instruction (wgmma)
 MOST_INPUTS = 1024  # largest number of inputs, whose weights fit in shared memory
-LEAF_LINES = 8  # rows of x in an instruction (mma), if the sums have eight leaves
+LEAF_LINES = 8  # least number of rows of x in an instruction (mma), if the sums have eight leaves
 LEAF_OUTPUTS = 16  # number of outputs of a program with eight leaves, the weight's side of its instruction
 MOST_LEAF = 512  # largest number of inputs of one of eight leaves, whose weights fit in registers
 WARPS_OF_LEAVES = 8
@@ -204,7 +204,7 @@ class FixedRow:
             return y
         constants["BK"] = self.chunk
         constants["CHUNKS"] = k // product.leaves // self.chunk
-        constants["LINES"] = LEAF_LINES
+        constants["LINES"] = max(LEAF_LINES, power(m))
         constants["BN"] = LEAF_OUTPUTS
         constants["num_warps"] = WARPS_OF_LEAVES
         _row_of_leaves[(product.n // LEAF_OUTPUTS,)](x, product.weight, y, m, product.n, **constants)
@@ -216,12 +216,13 @@ class FixedRow:
         gated = product.activation is not None
         tiles = product.n // OUTPUTS
         sides = 2 if gated else 1
-        sums = sides * product.n * LINES if gated else 1
+        lines = max(LINES, power(x.shape[0]))
+        sums = sides * product.n * lines if gated else 1
         scratch = torch.empty(sums, dtype=torch.float32, device=x.device)
         constants["GATED"] = gated
         constants["ACT"] = NUMBER[product.activation or "silu"]
         constants["NORM"] = before is not None
-        constants["LINES"] = LINES
+        constants["LINES"] = lines
         constants["BN"] = OUTPUTS
         constants["num_warps"] = WARPS
         residual, stream, norm, eps = before or (y, y, y, 0.0)  # the kernel does not read absent tensors
@@ -250,7 +251,8 @@ def agreeing_rows(device: torch.device, dtype: torch.dtype, k: int, leaves: int,
     norm = drawn(k)
     plain = product(x)
     equal = all(torch.equal(row(x[i : i + 1]), plain[i : i + 1]) for i in range(32))
-    equal &= torch.equal(row(x[:MOST_ROWS]), plain[:MOST_ROWS])
+    for rows in (LEAF_LINES, LINES, MOST_ROWS):  # each has other instructions
+        equal &= torch.equal(row(x[:rows]), plain[:rows])
     if leaves > 1:
         return equal
     normed, sums = add_rms_norm(x, residual.clone(), norm, 1e-6)

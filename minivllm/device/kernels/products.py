@@ -39,7 +39,7 @@ from .split_sums import scratch_of
 # epilogue (measured on an H200)
 MOST_ROWS = 64
 # largest number of rows for kernels that load the weight before they wait, and have no epilogue but a gate
-FEW_ROWS = 8
+FEW_ROWS = 16
 SLOTS = 132  # number of multiprocessors of an H100 or H200
 STAGE_BYTES = 208 * 1024  # bytes of shared memory for tiles that are being loaded or multiplied
 LARGE_TILES = ((32, 64), (64, 128), (128, 64))  # BM and BN of more than 128 rows
