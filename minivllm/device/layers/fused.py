@@ -16,7 +16,8 @@ such a product (see ``follow``) then returns the rows ``Rounded``, because its k
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from .norm import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
     from minivllm.device.kernels.fixed_rows import Addition
 
@@ -94,6 +96,16 @@ class Normed(NamedTuple):
 
 
 NextInput = tuple[Normed, Tensor]  # (input of the next matrix product, residual stream [T, dim])
+
+
+@cache
+def gated_product() -> ModuleType | None:
+    """Return the module of the kernel for products of many rows and their gate, or None if the installed Triton lacks
+    the functions of Gluon for it."""
+    try:
+        return import_module("minivllm.device.kernels.gated_product")
+    except ImportError:
+        return None
 
 
 def row_of(x: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -266,13 +278,34 @@ class GatedLinear(_Pair):
         if undivided and self.divides and linear.scheme.homogeneous:
             # the norm's division may follow the product, because it only scales a row
             return self.gate_mul(linear(h.x), h.squares, h.x.shape[1], h.eps)
-        y = self.product(h.finished())
+        x = h.finished()
+        rows = len(x.codes) if isinstance(x, Rounded) else len(x)
         dtype = None
         if self.follower is not None and self.divides:
-            dtype = self.follower.rounds(len(y))
+            dtype = self.follower.rounds(rows)
         if dtype is None:
-            return self.gate_mul(y)
-        return self._rounded(y, dtype)
+            y = self._of_many(x)
+            return self.gate_mul(self.product(x)) if y is None else y
+        return self._rounded(self.product(x), dtype)
+
+    def _of_many(self, x: Tensor | Rounded) -> Tensor | None:
+        """Return activation(gate) * up [T, n] by the kernel for many rows, or None if the product and the gate run
+        separately."""
+        linear = self.linear
+        scheme = linear.scheme
+        if isinstance(x, Rounded) or linear.adapted or linear.bias is not None or not self.divides:
+            return None
+        if not self.fuse or self.activation != "silu" or type(scheme) is not Dense or scheme.invariant:
+            return None
+        if not x.is_cuda or x.dtype != scheme.weight.dtype or not x.is_contiguous():
+            return None
+        kernel = gated_product()
+        if kernel is None or not kernel.pays(len(x), len(scheme.weight) // 2):
+            return None
+        if not kernel.fits(scheme.weight) or not kernel.agrees(scheme.weight):
+            return None
+        y: Tensor = kernel.multiply(x, scheme.weight)
+        return y
 
     def _with_adapters(self, h: Normed) -> Tensor | None:
         """Return activation(gate) * up, if one kernel after the product adds those of the step's adapters and applies
