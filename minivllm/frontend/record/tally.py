@@ -11,7 +11,8 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -212,6 +213,13 @@ def plain_taps(taps: Sequence[Tap]) -> list[Entries]:
     return found
 
 
+@cache
+def _defaults(cls: Any) -> list[tuple[str, Any]]:
+    """Return the names and default values of the fields of a dataclass."""
+    defaults = [(f.name, f.default, f.default_factory) for f in fields(cls)]
+    return [(name, factory() if callable(factory) else value) for name, value, factory in defaults]
+
+
 def plain_params(params: SamplingParams) -> Entries:
     """Return the sampling parameters that are not at their defaults, as JSON.
 
@@ -219,11 +227,10 @@ def plain_params(params: SamplingParams) -> Entries:
     packages declare are under ``extra``.
     """
     found: Entries = {}
-    for field in fields(params):
-        name = field.name
+    kind: Any = type(params)
+    for name, default in _defaults(kind):
         value = getattr(params, name)
-        default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc, operator]
-        if value == default or (name in ("stop", "stop_token_ids") and not value):
+        if value is default or value == default or (name in ("stop", "stop_token_ids") and not value):
             continue
         if isinstance(value, (list, tuple)) and any(map(callable, value)):
             value = value[0]  # the record only notes that there was a function
