@@ -74,24 +74,30 @@ def _load_libraries(folder: Path) -> None:
             return
 
 
-def open_driver(device: str, context: bool = False, library: str = DRIVER) -> threading.Thread | None:
+def open_driver(
+    device: str, context: bool = False, library: str = DRIVER, found: Callable[[], None] | None = None
+) -> threading.Thread | None:
     """Start to initialize the CUDA driver for the device "auto" or "cuda" before torch is imported, and then to compute
     the key of Triton's cache.
 
-    With ``context``, also make the context of the first GPU, which torch then uses.  Return the thread, or None for
+    With ``context``, also make the context of the first GPU, which torch then uses.  ``found`` is called if there is a
+    driver.  Return the thread, or None for
     another device.  The driver takes a few tenths of a second for each GPU of the host.  torch initializes it when
     ``find_device`` lists the devices; it then waits until the driver is initialized."""
-    return begin(_initialize, library, context) if device in ("auto", "cuda") else None
+    return begin(_initialize, library, context, found) if device in ("auto", "cuda") else None
 
 
-def _initialize(library: str, context: bool) -> None:
-    """Initialize the driver, make the context of the first GPU if ``context`` is set, and hash Triton's library.
+def _initialize(library: str, context: bool, found: Callable[[], None] | None) -> None:
+    """Initialize the driver, call ``found``, make the context of the first GPU if ``context`` is set, and hash Triton's
+    library.
 
     OSError without a driver."""
     driver = ctypes.CDLL(library)
     device, made = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0):
         return
+    if found is not None:
+        found()
     if context and not driver.cuDeviceGet(ctypes.byref(device), 0):
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(made), device)
     hash_compiler()

@@ -15,6 +15,7 @@ from minivllm.core.interfaces.finish import eos_within
 from minivllm.core.interfaces.grammar import GrammarContext
 from minivllm.core.timing import StartTimes
 from minivllm.device import early
+from minivllm.device.compile_processes import spare
 from minivllm.errors import ConfigError, describe_error, start_fault
 
 if TYPE_CHECKING:
@@ -44,10 +45,11 @@ def build_engine(loaded: Loaded, live: bool = False) -> Built:
     times = StartTimes()
     config = loaded.engine
     local = config.executor.name in ("auto", "local", "minivllm/local") and config.tensor_parallel_size == 1
-    early.open_driver(config.device, context=local and "torch" not in sys.modules)
     parts: dict[str, Part] = {}
     try:
-        with times.of("engine"), uncollected():
+        with times.of("engine"), uncollected(), spare() as start:
+            new = start if local and config.compile_ahead is not False else None
+            early.open_driver(config.device, context=local and "torch" not in sys.modules, found=new)
             engine, resolved, tokenizer = _build(loaded, live, times, parts)
     except Exception as exc:
         fault = start_fault(exc, parts)

@@ -29,7 +29,8 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
     │ core.interfaces                                       one file a seam
     │ core.declared_params                                         the request parameters that plug-ins declare
     │ registry  registration                                find plug-ins, choose one
-    │ server  runtime.tenant_cache  core.json_schema  runtime.processes  plugins.specs
+    │ server  runtime.tenant_cache  core.json_schema  runtime.processes
+    │ device.compile_processes  plugins.specs
     │ registration.spec  registration.parameters  registration.fresh  registration.given
     │ device.native  device.loading.gguf_file
     │ runtime.usage                                         statistics that stay on this machine
@@ -126,7 +127,7 @@ MAY_IMPORT = {
     "frontend": (
         "config runtime.structured runtime.images frontend.record runtime.text core.engine device.functions "
         "device.loading device.worker runtime.hooks core runtime.energy core.interfaces registry registration.given "
-        "runtime.usage device.hardware device.early"
+        "device.compile_processes runtime.usage device.hardware device.early"
     ),
     "config": (
         "runtime.images frontend.record runtime.text device.loading runtime.hooks core.interfaces core.declared_params "
@@ -151,11 +152,11 @@ MAY_IMPORT = {
     "device.functions": "device.worker core core.interfaces",
     "device.worker": (
         "device.loading device.layers device.kernels device.native core core.wiring core.interfaces registry "
-        "device.hardware device.early"
+        "device.compile_processes device.hardware device.early"
     ),
     "device.loading": "device.layers core core.interfaces registration.given device.loading.gguf_file",
     "device.layers": "device.kernels core.interfaces device.native device.hardware",
-    "device.kernels": "core.interfaces registration.fresh device.early",
+    "device.kernels": "core.interfaces registration.fresh device.compile_processes device.early",
     "runtime.hooks": "core registry registration",
     "core": "core.interfaces",
     "core.wiring": "core.interfaces",
@@ -169,6 +170,7 @@ MAY_IMPORT = {
     "runtime.tenant_cache": "",
     "core.json_schema": "",
     "runtime.processes": "registration.fresh",
+    "device.compile_processes": "registration.fresh",
     "plugins.specs": "",
     "registration.spec": "registration.parameters",
     "registration.parameters": "",

@@ -8,8 +8,9 @@ A step compiles its kernels one after another, each at its first launch.  A rehe
 it calls the same functions with tensors of the same shapes.  A later step of this process, or of another one, reads the
 compiled kernels from memory or from Triton's folder (``TRITON_CACHE_DIR``).
 
-A rehearsal reads no content that depends on a kernel: neither Triton's kernels nor torch's operations on such content
-run (``ShapesOnly``).  So an index in memory that was never written is not used, on any device.
+A rehearsal depends on no content that a kernel writes: Triton's kernels do not run, and torch's operations on such
+content run only if they accept any (``ShapesOnly``).  So an index in memory that was never written is not used, on any
+device.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,12 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import minivllm
+from minivllm.device.compile_processes import MARK, CompileProcesses, usable_threads
 from minivllm.errors import describe_error
-from minivllm.limits import usable_cores
 
-from .compile_processes import CompileProcesses, make_request
+from .compile_requests import make_request
 
 log = logging.getLogger(__name__)
-THREADS = 16  # largest number of threads that compile kernels
 _THREAD = threading.local()
 _ONE = threading.Lock()  # held by the thread that rehearses, because a rehearsal replaces a method of Triton's class
 _SHARING = threading.Lock()  # held by the thread that replaces Triton's method for compilation
@@ -61,6 +60,45 @@ _CONSTANT = (
     aten.zero_,
 )
 _CONSTANT_OVERLOADS = (aten.fill_.Scalar,)
+# operations of torch that accept any content, beside those on single elements (tag ``pointwise``)
+_ANY_CONTENT = {
+    aten.floor_divide.default,
+    aten.where.Scalar,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
+    aten.__and__.Tensor,
+    aten.__or__.Tensor,
+    aten.__xor__.Tensor,
+    aten.cat.default,
+    aten.softmax.int,
+    aten._softmax.default,
+    aten.sort.default,
+    aten.sort.stable,
+    aten.topk.default,
+    aten.cumsum.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.amax.default,
+    aten.argmax.default,
+    aten.max.dim,
+    aten.any.default,
+    aten.any.dim,
+    aten.all.default,
+    aten.all.dim,
+}
+# kinds of operations that are not run although they are pointwise: their results are no tensors or are random
+_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+# product of matrices -> shape of its result, from its arguments
+_PRODUCTS: dict[Any, Callable[..., tuple[int, ...]]] = {
+    aten.linear.default: lambda x, weight, bias=None: (*x.shape[:-1], weight.shape[0]),
+    aten.mm.default: lambda x, y: (x.shape[0], y.shape[1]),
+    aten.addmm.default: lambda bias, x, y: (x.shape[0], y.shape[1]),
+    aten.bmm.default: lambda x, y: (*x.shape[:2], y.shape[2]),
+}
+# operations of torch that read elements of their first argument at the indices in their other tensors
+_INDEXING = (aten.index.Tensor, aten.embedding.default, aten.index_select.default, aten.gather.default)
+_MASKS = (torch.bool, torch.uint8)  # dtypes of indices that select elements by their truth
 
 
 def blank(x: torch.Tensor) -> torch.Tensor:
@@ -78,8 +116,9 @@ class ShapesOnly(TorchDispatchMode):
     them.
 
     Views, allocations and constants still run, because they read no content.  Operations on tensors that were made from
-    constants alone, such as a table of angles, run too, because a module may keep the results.  All other results are
-    zeros, and operations in place change nothing.
+    constants alone, such as a table of angles, run too, because a module may keep the results.  Of other operations
+    those run that accept any content (``_skip``).  The results of the rest are zeros, and operations in place change
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -128,19 +167,33 @@ class ShapesOnly(TorchDispatchMode):
             self._certain[storage.data_ptr()] = storage
 
     def _skip(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
-        """Return results of the right shape for an operation that is not run."""
+        """Return results of the right shape for an operation that is not run.
+
+        Torch computes most shapes with torch._dynamo or sympy, whose imports take seconds of a start.  So operations
+        that write to new memory are run if they accept any content, as is indexing, with indices of zero.  Shapes of
+        products of matrices are computed here."""
+        schema = func._schema
+        if _accepts_any_content(func, kwargs):
+            return func(*args, **kwargs)
+        if func in _INDEXING and args[0].numel() and not any(x.dtype in _MASKS for x in inputs[1:]):
+            return func(args[0], *tree_map(_zeros_of, args[1:]), **tree_map(_zeros_of, kwargs))
+        if func in _PRODUCTS and not kwargs:
+            return blank(args[0].new_empty(_PRODUCTS[func](*args)))
         # name of an alias set in the operation's schema -> argument that the operation would overwrite and return
         written = {}
-        for at, argument in enumerate(func._schema.arguments):
+        for at, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[at] if at < len(args) else kwargs.get(argument.name)
                 self.forget(value)
                 written[_names(argument)] = value
+        if all(one.alias_info is not None for one in schema.returns):  # it returns no new tensor
+            found = tuple(written[_names(one)] for one in schema.returns)
+            return found[0] if len(found) == 1 else found or None
         device = kwargs.get("device")
         moved = {**kwargs, "device": "meta"} if device is not None else kwargs
         made = func(*tree_map(_shape_of, args), **tree_map(_shape_of, moved))
         place = _device(inputs) if device is None else torch.device(device)
-        returns = func._schema.returns
+        returns = schema.returns
         results = (made,) if len(returns) == 1 else made or ()
         found = tuple(
             written[_names(one)] if one.alias_info is not None else tree_map(lambda x: _memory_of(x, place), result)
@@ -171,6 +224,24 @@ def _shape_of(x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+
+
+def _accepts_any_content(func: Any, kwargs: Any) -> bool:
+    """Return whether an operation writes to new memory, accepts any content of its arguments, and waits for no device.
+
+    A copy to the CPU waits."""
+    if func._schema.is_mutable:
+        return False
+    if func is aten._to_copy.default:
+        device = kwargs.get("device")
+        return device is None or torch.device(device).type != "cpu"
+    pointwise = torch.Tag.pointwise in func.tags and _DEPENDENT.isdisjoint(func.tags)
+    return pointwise or func in _ANY_CONTENT
+
+
+def _zeros_of(x: Any) -> Any:
+    """Return a tensor of zeros like a tensor; return other values unchanged."""
+    return torch.zeros_like(x) if isinstance(x, torch.Tensor) else x
 
 
 def _memory_of(x: Any, device: torch.device) -> Any:
@@ -233,17 +304,8 @@ def _share_compilations() -> None:
 
 
 def prepare_rehearsals() -> None:
-    """Load what the first rehearsal uses: torch's computation of shapes, and Triton's driver, which is compiled C code.
-
-    Shapes of results need torch's module of symbolic shapes, and sympy with it, which takes about a second."""
-    import_module("torch.fx.experimental.symbolic_shapes")
+    """Load what the first rehearsal uses: Triton's driver, which is compiled C code."""
     driver.active.get_current_device()
-
-
-def usable_threads() -> int:
-    """Return the number of threads that compile kernels: one for each core that this process may use, at most
-    ``THREADS``."""
-    return min(THREADS, usable_cores())
 
 
 class CompileAhead:
@@ -261,25 +323,40 @@ class CompileAhead:
         self.pool = ThreadPoolExecutor(count, thread_name_prefix="minivllm-compile")
         self._begins = threading.Event()  # cleared while no further compilation begins
         self._begins.set()
+        self._room = threading.Semaphore(count)  # taken by each compilation that is not among the first ones
+        self._reserved = count - count // 2
         # key in ``_PENDING`` -> compilation of the variant
         self.jobs: dict[tuple[int, Any, int], Future[None]] = {}
         self._found: dict[tuple[int, Any, int], Future[None]] = {}
+        self._first = False
         _OPEN.add(self)
 
-    def rehearse(self, run: Callable[[], Any]) -> list[Future[None]]:
+    def rehearse(self, run: Callable[[], Any], first: bool = False) -> list[Future[None]]:
         """Call ``run`` without launching kernels, and start to compile those that are not compiled.
 
-        Return their compilations.  A ``run`` that reads results on the host raises an error of torch, as does an
+        With ``first``, at most half of the threads compile kernels of other functions meanwhile.  A start waits for the
+        longest compilation, and two threads of one core slow each other down.
+
+        Return the compilations.  A ``run`` that reads results on the host raises an error of torch, as does an
         operation whose shape depends on the content of tensors."""
         with _ONE:
             self._found = {}
+            self._first = first
             _THREAD.ahead = self
             try:
                 with ShapesOnly() as shapes, self._collecting(shapes):
                     run()
             finally:
                 _THREAD.ahead = None
+            if first:
+                self._reserve(self._found.values())
             return list(self._found.values())
+
+    def _reserve(self, jobs: Iterable[Future[None]]) -> None:
+        """Keep half of the threads from other kernels until ``jobs`` have ended."""
+        taken = sum(self._room.acquire(blocking=False) for _ in range(self._reserved))
+        if taken:
+            _when_ended(jobs, partial(self._room.release, taken))
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -352,13 +429,18 @@ class CompileAhead:
         at = _place(function, key)
         if at not in self.jobs:
             pending = _PENDING.setdefault(at, Compilation(compile_it))
-            self.jobs[at] = job = self.pool.submit(self._compile, pending)
+            self.jobs[at] = job = self.pool.submit(self._compile, pending, self._first)
             job.add_done_callback(lambda job: _PENDING.pop(at, None))
         self._found[at] = self.jobs[at]
 
-    def _compile(self, pending: Compilation) -> None:
-        """Compile a kernel's variant for this object's device, in a thread."""
+    def _compile(self, pending: Compilation, first: bool = False) -> None:
+        """Compile a kernel's variant in a thread.  ``first`` is that of its rehearsal."""
         self._begins.wait()
+        with nullcontext() if first else self._room:
+            self._compile_now(pending)
+
+    def _compile_now(self, pending: Compilation) -> None:
+        """Compile a kernel's variant for this object's device."""
         prepare = None if self.processes is None else self._in_process
         if self.device.type != "cuda":
             pending.run(prepare)
@@ -437,7 +519,7 @@ class CompiledMarks:
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         text = json.dumps([triton.__version__, minivllm.__version__, card, *facts])
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.path = Path(knobs.cache.dir) / f"minivllm-{name}.compiled"
+        self.path = Path(knobs.cache.dir) / f"minivllm-{name}{MARK}"
 
     def exist(self) -> bool:
         """Return whether the file exists, because an earlier start has compiled the kernels."""

@@ -5,8 +5,8 @@ This runs in the process that computes the steps."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -133,17 +133,19 @@ def fused(wiring: Wiring, which: str = "") -> bool:
     return wiring.steps.fuse and has_kernels(wiring) and which not in wiring.steps.unfused
 
 
-def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
+def build_worker(wiring: Wiring, ranks: Any = None, early: Callable[[Worker], None] | None = None) -> Worker:
     """Load the models of a wiring and allocate the memory for states and KV cache.
 
     ``ranks`` is the communicator of the processes that share the model, or None if one process has all of it.  Models
-    of a drafter or of processors are not sharded: each process loads all weights of those in its wiring."""
+    of a drafter or of processors are not sharded: each process loads all weights of those in its wiring.  ``early``
+    rehearses captures with a worker whose caches are small, before the attention back end tries its kernels."""
     device = torch.device(wiring.device)
     times = StartTimes()
     with times.of("config"):
         cfg = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).hf_config()
     fmt = build_part("kvformat", wiring.parts["kvformat"])
     rehearsals = Rehearsals(wiring, times, device, has_kernels(wiring))  # its processes start beside the weights
+    rehearsals.captures = early
     with rehearsals.needed():
         return _build(wiring, ranks, cfg, fmt, rehearsals)
 
@@ -152,7 +154,13 @@ def _build(wiring: Wiring, ranks: Any, cfg: Any, fmt: KVFormat, rehearsals: Rehe
     """Return the worker of ``build_worker``.  ``cfg`` is the config object of the served model."""
     device, times = rehearsals.device, rehearsals.times
     with times.of("weights"):
-        model, parts, notes = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.cache.groups, ranks)
+
+        def built(parts: ModelParts) -> None:
+            if wiring.cache.num_kvcache_blocks <= 0:  # kernels that take longest are compiled beside the weights
+                rehearsals.begin(partial(_early_layers, parts, wiring, fmt), first=True)
+
+        groups = wiring.cache.groups
+        model, parts, notes = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, groups, ranks, built=built)
     processors = make_processors(wiring, cfg.vocab_size)
     worker = Worker(
         device=device,
@@ -328,12 +336,14 @@ def _load(
     groups: Sequence[Sequence[int]],
     ranks: Any = None,
     arch: ModelArch | None = None,
+    built: Callable[[ModelParts], None] | None = None,
 ) -> tuple[Any, ModelParts, list[str]]:
     """Build a model with its own attention back end, and load its weights from ``folder``.
 
     ``chosen`` are the plug-ins of this model, and ``groups`` the indices of the layers of each KV group.  ``arch`` is
     the architecture of a drafter's head, which uses modules of the served model; None means the architecture plug-in in
-    ``chosen``.  Return (model, its ``ModelParts``, notes on the weights for the user)."""
+    ``chosen``.  ``built`` is called when the model has no weights yet.  Return (model, its
+    ``ModelParts``, notes on the weights for the user)."""
     context = attention_context(wiring, fmt)
     backend = build_part("attention", wiring.parts["attention"], context)
     stored = getattr(cfg, "quantization_config", None)
@@ -365,16 +375,21 @@ def _load(
         # quantizer options may name modules that a drafter's head lacks; they were checked with the served model
         if not head:
             quantizer.finish()
+        if built is not None:
+            built(parts)
         notes = load_weights(folder, arch, cfg, parts, wiring.load_format, wiring.seed)
     return model, parts, notes
 
 
 def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> None:
+    chosen = None
     measured = wiring.cache.num_kvcache_blocks <= 0  # as many blocks as the memory beside a trial step allows
     if measured and not worker.own_models and worker.target_states is None:
-        # threads compile the kernels of the trial step while the attention back end tries its own kernels
-        worker.rehearsals.begin(partial(_early_step, worker, wiring, fmt))
+        # threads compile the kernels of the trial step and of captures while the attention back end tries its own
+        chosen = _rehearse_steps(worker, wiring, fmt)
     layouts = layouts_of(worker.backend, parts.layers, fmt, wiring.block)
+    if chosen != _choices(worker.backend):
+        worker.rehearsals.named.clear()  # captures use other kernels
     worker.notes += getattr(worker.backend, "notes", ())  # attention back ends of an older interface have no notes
     worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
     for own in worker.own_models.values():
@@ -501,17 +516,52 @@ def _trial_images(worker: Worker, wiring: Wiring) -> EncodingMemory:
         return EncodingMemory()
 
 
-def _early_step(worker: Worker, wiring: Wiring, fmt: Any) -> None:
-    """Run the trial step in a rehearsal (kernels are compiled, not launched), with caches of one block, before the
-    attention back end has tried its kernels.  Errors are ignored, because the trial step itself reports them."""
-    backend: Any = worker.backend
+def _rehearse_steps(worker: Worker, wiring: Wiring, fmt: Any) -> Any:
+    """Start to compile the kernels of the trial step and of captures; return the choices of the attention back end in
+    these rehearsals, or None."""
+    rehearsals = worker.rehearsals
+    captures, rehearsals.captures = rehearsals.captures, None
+    chosen: list[Any] = []
+    rehearsals.begin(partial(_early_step, worker, wiring, fmt, chosen))
+    if captures is not None and chosen and rehearsals.active:
+        with suppress(Exception), torch.inference_mode():  # the captures themselves report errors
+            captures(worker)
+        release_unused()  # memory of the rehearsals
+    return chosen[0] if chosen else None
+
+
+@contextmanager
+def _rehearsed(backend: Any) -> Iterator[None]:
+    """Remove the notes that an attention back end adds in the body of the ``with`` statement, a rehearsal: without
+    kernels they may be wrong.  Ignore errors, because the steps themselves report them."""
     notes = list(getattr(backend, "notes", ()))
     with suppress(Exception):
+        yield
+    if notes != list(getattr(backend, "notes", ())):
+        backend.notes[:] = notes
+
+
+def _early_layers(parts: ModelParts, wiring: Wiring, fmt: Any) -> None:
+    """Show the layers to the attention back end in a rehearsal, as ``layouts_of`` does later."""
+    with _rehearsed(parts.backend):
+        layouts_of(parts.backend, parts.layers, fmt, wiring.block)
+
+
+def _early_step(worker: Worker, wiring: Wiring, fmt: Any, chosen: list[Any]) -> None:
+    """Run the trial step in a rehearsal (kernels are compiled, not launched), with small caches, before the attention
+    back end has tried its kernels.  Append the back end's choices to ``chosen``."""
+    backend = worker.backend
+    with _rehearsed(backend):
         layouts = layouts_of(backend, worker.parts.layers, fmt, wiring.block)
         _allocate(worker, worker.parts, layouts, [1] * len(worker.groups))
         _trial_step(worker, wiring)
-    if notes != list(getattr(backend, "notes", ())):
-        backend.notes[:] = notes  # without kernels, notes of the rehearsal may be wrong
+        chosen.append(_choices(backend))
+
+
+def _choices(backend: Any) -> Any:
+    """Return what an attention back end noted and chose when it saw its layers."""
+    chosen = {name: set(value) for name, value in vars(backend).items() if isinstance(value, set)}
+    return chosen, list(getattr(backend, "notes", ()))
 
 
 def _trial_step(worker: Worker, wiring: Wiring) -> None:

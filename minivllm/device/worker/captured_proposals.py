@@ -28,7 +28,8 @@ from minivllm.device.kernels import drafts
 from . import step
 from .captured import Buffers, CapturedCalls, SampleOperations, bounds, column_tensors
 from .drafting import check_drafts
-from .graphs import CAPTURES, SHORT, Captured
+from .first_captures import SHORT
+from .graphs import CAPTURES, Captured
 from .state import staged
 
 if TYPE_CHECKING:

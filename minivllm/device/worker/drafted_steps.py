@@ -31,7 +31,8 @@ from minivllm.errors import describe_error
 
 from . import step
 from .captured import Buffers, Captured, CapturedCalls, SampleOperations, bounds, column_tensors
-from .graphs import CAPTURES, SHORT
+from .first_captures import SHORT
+from .graphs import CAPTURES
 from .state import staged
 
 if TYPE_CHECKING:

@@ -42,7 +42,6 @@ from minivllm.device.layers.captured_sizes import (
     coarse_sizes,
     first_imaged,
     first_mixed,
-    long_decode,
     row_sizes,
     shared_sizes,
     token_size,
@@ -53,13 +52,15 @@ from minivllm.errors import describe_error
 
 from . import step
 from .capture import GraphRecorder, replay_ms
-from .captured import Buffers, Captured, CapturedCalls, Drawn, SampleOperations, plain_draws, sampler_variants
+from .captured import Buffers, Captured, CapturedCalls, Drawn, SampleOperations, sampler_variants
 from .distinct_layers import DistinctLayers
+from .first_captures import SHORT, rehearse_first
 from .graph_keys import AdaptedKey, ImagedKey, TappedKey, holds, padded_rows
+from .image_steps import image_steps
 from .later import LaterCaptures
 from .query_store import StepQueries
 from .recorded_layers import LayersRun, decode_run, mixed_run
-from .served_kernels import compile_served, finish_served
+from .served_kernels import finish_served
 from .state import staged
 from .step_costs import NARROW, StepCosts, pair_flops, pairs_of
 from .trial_launches import draw_once, launch_once
@@ -70,9 +71,6 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 log = logging.getLogger(__name__)
-# Steps whose contexts have at most this number of tokens share their captures.  The attention back end splits longer
-# contexts differently, so they have captures of their own.
-SHORT = 8192
 CAPTURES = 160  # largest number of captures of FORWARD (the layers), and of SAMPLE (the draw)
 # A mixed step of a new shape is captured when the steps of this shape have lost as much time as a capture takes.  A
 # capture takes the host at most as long as SIGHTS steps of separate launches: a run of few layers, a recording, and the
@@ -136,7 +134,7 @@ class Graphs:
             self.shared_sizes = shared_sizes(self.spare)
         self.recorder = GraphRecorder()
         self.layers = DistinctLayers(runner)
-        self.imaged = runner.image_steps()
+        self.imaged = image_steps(runner.images, runner.worker)
         # first estimate: two operations for each weight (of two bytes) and token, with the weights of all experts
         self.costs = StepCosts.guessed(runner.worker.weight_bytes)  # ``_measure`` replaces it
         if self.known is not None:
@@ -413,17 +411,8 @@ class Graphs:
         Without ``gradual`` all sizes are captured now.  The largest sizes come first, so that smaller captures reuse
         their memory."""
         r = self.runner
-        variants = sampler_variants(r.sampler)
-        draws = plain_draws([*self.sizes, *self.coarse], len(r.processors), variants)
-        now, later = self.later.divide(self._first_decodes(), draws)
-        whole = self._span(SHORT + 1)
-        if whole > SHORT:
-            queue = later if self.later.gradual else now
-            queue += [GraphKey("decode", n, n, whole) for n in long_decode(self.sizes)]
+        now, later, compiled, served = rehearse_first(self)
         rehearsals = r.worker.rehearsals
-        with rehearsals.held():
-            compiled = {shape: rehearsals.begin(partial(self.rehearse, shape)) for shape in now}
-            served = compile_served(self, sorted({SHORT, max(whole, SHORT)}), now)
         with r.worker.times.of("captures"):
             for shape in progress.counted(progress.CAPTURES, now):
                 rehearsals.wait(compiled[shape])  # of this shape only; others are compiled during its capture
@@ -431,29 +420,17 @@ class Graphs:
             if self.mixed:
                 later += self._warm_mixed()
             if r.graph_safe[-1] and self.known is None:
-                for variant in variants:
+                for variant in sampler_variants(r.sampler):
                     self._draw_once(variant)
         self.later.begin(later)
         finish_served(self, served)
 
-    def _first_decodes(self) -> list[GraphKey]:
-        """Return the shapes of decode steps with short contexts, the largest first."""
-        kinds = [GraphKey]
-        if self.runner.adapters is not None:
-            kinds.append(AdaptedKey)
-        decodes = []
-        for n in reversed(self.sizes):
-            decodes += [kind("decode", n, n, SHORT) for kind in kinds]
-        pages = self.runner.shared
-        if pages is not None:
-            sizes = [n for n in reversed(self.shared_sizes) if pages.can_save(n, SHORT)]
-            decodes += [GraphKey("decode", n, n, SHORT, shared=True) for n in sizes]
-        return decodes
-
     def _compile(self, shapes: Sequence[GraphKey | Drawn]) -> None:
         """Compile the kernels of captures before they are made, if ``compile_ahead`` is on."""
-        runs = [partial(self.rehearse, shape) for shape in shapes]
-        self.runner.worker.rehearsals.compile(*runs)
+        rehearsals = self.runner.worker.rehearsals
+        begun = rehearsals.begin_named({shape: partial(self.rehearse, shape) for shape in shapes})
+        for jobs in begun.values():
+            rehearsals.wait(jobs)
 
     def capture_shape(self, shape: GraphKey | Drawn) -> None:
         """Make a capture ahead of the steps that need it, and measure it if ``unmeasured``.  Only an error in a decode

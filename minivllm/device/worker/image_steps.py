@@ -21,9 +21,17 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.model import StepTensors
     from minivllm.core.interfaces.plan import StepPlan
 
+    from .build import Worker
     from .images import ImageState
 
 MOST_TOKENS = 2048  # most tokens of a captured step with images; longer steps compute longer than their launches take
+
+
+def image_steps(images: ImageState | None, worker: Worker) -> ImageSteps | None:
+    """Return the memory of captured steps with images; None if such steps are not captured."""
+    if images is None or images.facts.span:
+        return None  # tokens that attend to later tokens of their image need the exact lengths of rows
+    return ImageSteps(images, worker.hidden_size, worker.parts.dtype)
 
 
 class ImageSteps:

@@ -39,7 +39,6 @@ from .capture import release_unused, synchronize
 from .compaction import Compactor
 from .drafting import Drafting
 from .head_model import HeadModel
-from .image_steps import ImageSteps
 from .images import ImageState
 from .native_head import add_native_head
 from .own_model import OwnModel
@@ -70,12 +69,25 @@ class Runner:
     def __init__(self, wiring: Wiring, ranks: Any = None) -> None:
         self.wiring = wiring
         self.alone = ranks is None
-        self.worker = build_worker(wiring, ranks)
+        from .first_captures import rehearse_early
+
+        self.worker = build_worker(wiring, ranks, partial(rehearse_early, self))
         with self.worker.rehearsals.needed():
             self._build(ranks)
 
     def _build(self, ranks: Any) -> None:
         """Build what the worker lacks, among it the captured steps."""
+        self.build_state(ranks)
+        with self.worker.times.of("captures"):
+            self.graphs = self.captured_steps()
+            raise_stored()  # Ctrl-C during a capture ends the start
+            self.native = self.native_steps()
+        self.drafted = self.drafted_steps()  # captures of steps with drafts; None if ``captured_drafts`` is off
+        self.weights = RunningWeights(self)
+        pin_ahead(self.device)
+
+    def build_state(self, ranks: Any) -> None:
+        """Build what the worker lacks, except the captured steps and what uses these."""
         wiring, w = self.wiring, self.worker
         self.device = w.device
         self.model = w.model
@@ -119,13 +131,6 @@ class Runner:
         self.shared = shared_pages(w, self.state)  # None if each row's blocks are read separately
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
-        with w.times.of("captures"):
-            self.graphs = self.captured_steps()
-            raise_stored()  # Ctrl-C during a capture ends the start
-            self.native = self.native_steps()
-        self.drafted = self.drafted_steps()  # captures of steps with drafts; None if ``captured_drafts`` is off
-        self.weights = RunningWeights(self)
-        pin_ahead(self.device)
 
     def native_steps(self) -> NativeSteps | None:
         """Return the native steps of a CPU, which run all layers in one call, or None if they cannot be used.
@@ -158,15 +163,10 @@ class Runner:
         """Return the captured steps, or None if device, config or plug-ins do not allow them or their capture fails.
 
         ``known`` has the measurements of earlier captures (``graphs.MeasuredCaptures``)."""
-        if not self._can_capture():
+        if not self.can_capture():
             self.worker.rehearsals.done()
             return None
-        from .graphs import Graphs
-
-        graph = self.wiring.parts["attention"].traits["graph"]
-        mixed = graph == "mixed" and self.wiring.steps.graph != "decode"
-        kind = self.captures or Graphs
-        graphs = kind(self, mixed, known)
+        graphs = self.new_captures(known)
         try:
             with torch.inference_mode():
                 graphs.warm()
@@ -178,7 +178,15 @@ class Runner:
             return None
         return graphs
 
-    def _can_capture(self) -> bool:
+    def new_captures(self, known: Any = None) -> Any:
+        """Return the object of ``captured_steps``, without captures."""
+        from .graphs import Graphs
+
+        graph = self.wiring.parts["attention"].traits["graph"]
+        mixed = graph == "mixed" and self.wiring.steps.graph != "decode"
+        return (self.captures or Graphs)(self, mixed, known)
+
+    def can_capture(self) -> bool:
         """Return whether device, config, plug-ins and model allow captured steps."""
         traits = self.wiring.parts["attention"].traits
         wanted = self.wiring.steps.graph != "off" and has_kernels(self.wiring)
@@ -188,13 +196,6 @@ class Runner:
             self.worker.notes.append("steps are not captured, they run as separate launches: fuse is off")
             return False
         return True
-
-    def image_steps(self) -> ImageSteps | None:
-        """Return the memory of captured steps with images; None if such steps are not captured."""
-        w = self.worker
-        if self.images is None or self.images.facts.span:
-            return None  # tokens that attend to later tokens of their image need the exact lengths of rows
-        return ImageSteps(self.images, w.hidden_size, w.parts.dtype)
 
     def capture_later(self) -> dict[str, int | bool]:
         """Make one of the queued captures; the executor's operation "captures" calls this.
@@ -691,8 +692,7 @@ class Runner:
                 for cache in group:
                     cache.clear()
         # A closed runner is not used again, so the types of its attributes exclude None.
-        self.worker = self.backend = self.state = None  # type: ignore[assignment]
-        self.weights = None  # type: ignore[assignment]
+        self.worker = self.backend = self.state = self.weights = None  # type: ignore[assignment]
         self.taps = self.chain = self.processors = None  # type: ignore[assignment]
         self.model = self.graphs = self.drafted = self.drafting = self.native = self.sampler = None
         self.own_models = {}

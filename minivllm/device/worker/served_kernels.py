@@ -14,7 +14,7 @@ that.  A launch whose kernel a thread compiles waits for it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -82,9 +82,13 @@ def compile_served(graphs: ServedCaptures, spans: Sequence[int], known: Collecti
     mixed = [key for key in steps if key.kind == "mixed"]  # first, because the start itself captures some of them
     decodes = [key for key in steps if key.kind != "mixed"]
     shapes: list[GraphKey | Drawn] = [*mixed, *served_draws(runner, graphs.sizes), *decodes]
-    runs: list[Callable[[], Any]] = [partial(graphs.rehearse, shape) for shape in shapes if shape not in known]
-    runs += [partial(graphs.layers.shortened, run) for run in separate_steps(runner)]
-    return rehearsals.begin(*runs)
+    runs: dict[Hashable, Callable[[], Any]] = {
+        shape: partial(graphs.rehearse, shape) for shape in shapes if shape not in known
+    }
+    for number, run in enumerate(separate_steps(runner)):
+        runs["separate", number] = partial(graphs.layers.shortened, run)
+    begun = rehearsals.begin_named(runs)
+    return [job for jobs in begun.values() for job in jobs]
 
 
 def finish_served(graphs: ServedCaptures, jobs: Sequence[Any]) -> None:

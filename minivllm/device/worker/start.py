@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -44,6 +44,8 @@ class Rehearsals:
         self._finishing: CompileAhead | None = None  # its last compilations run behind the start
         self.marks: CompiledMarks | None = None
         self.note: str | None = None
+        self.captures: Callable[[Any], None] | None = None  # rehearses captures with a worker
+        self.named: dict[Hashable, list[Future[None]]] = {}  # name of a rehearsed function -> its compilations
         wanted = wiring.steps.compile_ahead
         if wanted is False:
             return
@@ -54,8 +56,8 @@ class Rehearsals:
             self.note = f"kernels are compiled at their first launch, in spite of compile_ahead: {reason}"
 
     def _begin(self, wiring: Wiring) -> None:
-        from minivllm.device.kernels.ahead import CompileAhead, CompiledMarks, prepare_rehearsals, usable_threads
-        from minivllm.device.kernels.compile_processes import start_processes
+        from minivllm.device.compile_processes import start_processes, usable_threads
+        from minivllm.device.kernels.ahead import CompileAhead, CompiledMarks, prepare_rehearsals
 
         self.marks = CompiledMarks(self.device, _facts(wiring))
         if self.ready:
@@ -85,17 +87,26 @@ class Rehearsals:
         compiler."""
         self.wait(self.begin(*runs))
 
-    def begin(self, *runs: Callable[[], Any]) -> list[Future[None]]:
+    def begin(self, *runs: Callable[[], Any], first: bool = False) -> list[Future[None]]:
         """Start to compile the kernels that the functions ``runs`` launch, and return the compilations.
 
         If an earlier start has compiled them, no function is called.  If the rehearsal of a function fails, further
-        kernels are compiled at their first launch."""
+        kernels are compiled at their first launch.  ``first`` is that of ``CompileAhead.rehearse``."""
         if self.ahead is None:
             return []
         with self.times.of("compile"):
             if self._preparing is not None:
                 self._preparing.join()
-            return [job for run in runs for job in self._start(run)]
+            return [job for run in runs for job in self._start(run, first)]
+
+    def begin_named(self, runs: Mapping[Hashable, Callable[[], Any]]) -> dict[Hashable, list[Future[None]]]:
+        """Call ``begin`` for each function whose name was not rehearsed before; return the compilations by name."""
+        if self.ahead is None:
+            return {name: [] for name in runs}
+        for name, run in runs.items():
+            if name not in self.named:
+                self.named[name] = self.begin(run)
+        return {name: self.named[name] for name in runs}
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -109,12 +120,12 @@ class Rehearsals:
             with self.times.of("compile"):
                 self.ahead.wait(jobs)
 
-    def _start(self, run: Callable[[], Any]) -> Sequence[Future[None]]:
+    def _start(self, run: Callable[[], Any], first: bool) -> Sequence[Future[None]]:
         """Start to compile the kernels that ``run`` launches, and return the compilations."""
         if self.ahead is None:
             return ()
         try:
-            return self.ahead.rehearse(run)
+            return self.ahead.rehearse(run, first)
         except Exception as e:
             log.info("further kernels are compiled one after another: %s", describe_error(as_exception(e)))
             self._end((), lambda: None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -72,6 +74,39 @@ def check_operations() -> None:
     raise AssertionError("a number that was not computed was read on the host")
 
 
+def results(x, at, on, w):
+    """Yield results of the operations of steps, most of which torch would describe with sympy."""
+    function = torch.nn.functional
+    yield from (x + 1, x.t() * 2, x[:, :1] - x, at // 2, at & 1, on | on, on ^ on, x.half(), x > 0, -at)
+    yield from (torch.where(on, x, 0.0), torch.where(on, 0.0, x), torch.where(on, x, x.t().contiguous().view(6, 4)))
+    yield from (torch.cat([x, x]), x.softmax(-1), *x.sort(-1), *x.sort(stable=True, dim=0), *x.topk(2), x.cumsum(0))
+    yield from (x.sum(), x.sum(0), x.mean(-1), x.amax(1), x.argmax(-1), *x.max(0), on.any(), on.all(1))
+    yield from (
+        function.linear(x, w),
+        function.linear(x.view(2, 3, 4), w),
+        function.linear(x, w, x[:5, 0]),
+        x @ w.t(),
+        x[None] @ w.t()[None],
+    )
+    yield from (x[at], x[:, at[:2] // 2], x[at[:, None], at], w[None, :, at], function.embedding(at, x))
+    yield from (x.gather(0, at[:, None]), x.index_select(1, at))
+
+
+def check_shapes() -> None:
+    """Check that rehearsed results are like real ones, and that no rehearsal imports the compiler of torch."""
+    real = [*results(torch.randn(6, 4), torch.tensor([0, 3, 2]), torch.ones(6, 4, dtype=torch.bool), torch.randn(5, 4))]
+    found = []
+
+    def run():
+        given = torch.empty(6, 4), torch.empty(3, dtype=torch.long), torch.empty(6, 4, dtype=torch.bool)
+        found.extend(results(*given, torch.empty(5, 4)))
+
+    CompileAhead(torch.device("cpu"), 1).rehearse(run)
+    for at, (one, other) in enumerate(zip(real, found, strict=True)):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride()), at
+    assert not {"sympy", "torch._dynamo"} & {*sys.modules}, "they take seconds of a first start"
+
+
 def check_two_threads() -> None:
     """Check that two threads may rehearse at once: neither launches a kernel, and Triton's methods are restored."""
     methods = JITFunction.run, JITFunction._do_compile
@@ -105,6 +140,32 @@ def check_two_threads() -> None:
     thread.join()
     assert methods == (JITFunction.run, JITFunction._do_compile)
     assert seen == [None, None], "a kernel was launched"
+
+
+def check_first_kernels(cpu) -> None:
+    """Check that half of the threads compile other kernels until the first ones are compiled, and then all."""
+    ahead, x, end, more = CompileAhead(cpu, 4), torch.ones(32), threading.Event(), threading.Semaphore(0)
+    running = [0]
+
+    def compile_now(pending):
+        running[0] += 1
+        assert end.wait(60.0)
+        if "negate" not in pending.compile_it.args[0]._fn_name:
+            assert more.acquire(timeout=60.0)
+        running[0] -= 1
+
+    ahead._compile_now = compile_now
+    first = ahead.rehearse(lambda: negate[(1,)](x, x, 16), first=True)
+    others = ahead.rehearse(lambda: [double[(1,)](x, x, 16, size, False) for size in (1, 2, 4, 8, 16)])
+    time.sleep(0.3)
+    assert running == [1 + 2] and len(first) == 1 and len(others) == 5
+    end.set()
+    ahead.wait(first)
+    time.sleep(0.3)
+    assert running == [4]
+    more.release(5)
+    assert [job.exception(60.0) for job in [*first, *others]] == [None] * 6
+    ahead.close()
 
 
 def check_one_replacement(cpu) -> None:
@@ -222,9 +283,11 @@ def check_ends(cpu) -> None:
 def main() -> None:
     driver.set_active(Hopper())  # type: ignore[arg-type]
     ahead_module.blank = poison
+    check_shapes()
     check_operations()
     check_two_threads()
     cpu = torch.device("cpu")
+    check_first_kernels(cpu)
     check_one_replacement(cpu)
     check_one_compilation(cpu)
     ahead, x, seen, launched_before = CompileAhead(cpu, 2), torch.ones(48), [], JITFunction.run

@@ -24,9 +24,9 @@ from small_kernels import ask_target, broken, double, negate, number, scale, sca
 from triton import knobs
 from triton.runtime import driver
 
-from minivllm.device.kernels import compile_processes
+from minivllm.device import compile_processes
+from minivllm.device.compile_processes import CompileProcesses
 from minivllm.device.kernels.ahead import CompileAhead
-from minivllm.device.kernels.compile_processes import CompileProcesses
 
 CPU, X = torch.device("cpu"), torch.ones(64)
 

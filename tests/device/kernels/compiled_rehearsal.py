@@ -2,13 +2,15 @@
 
 Nothing is launched: kernels are queued, and a few of them are compiled at the end.  New memory is filled with values
 that no index may have, so a rehearsal that used one would fail.  No step of an ordinary request, with all its layers,
-may need a kernel that was not queued before the engine was ready.  The last line has the number of kernels."""
+may need a kernel that was not queued before the engine was ready.  The kernel for a Hopper gives what it should if the
+second argument is "fit": each shape is then rehearsed once.  The last line has the number of kernels."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -33,7 +35,7 @@ from minivllm.device.kernels import ahead  # noqa: E402
 from minivllm.device.worker import build, graphs, runner, start  # noqa: E402
 from minivllm.device.worker.captured import Drawn, SampleOperations  # noqa: E402
 from minivllm.device.worker.trial_launches import separate_step  # noqa: E402
-from minivllm.plugins.attention import spec  # noqa: E402
+from minivllm.plugins.attention import spec, triton_backend  # noqa: E402
 from minivllm.plugins.attention.triton_backend import Triton  # noqa: E402
 from minivllm.plugins.processor import triton_penalties  # noqa: E402
 from minivllm.plugins.processor.penalties import Penalties  # noqa: E402
@@ -119,8 +121,8 @@ def main(folder: Path) -> None:
             self.rehearsed = []
             made.append(self)
 
-        def rehearse(self, run):
-            found = super().rehearse(run)
+        def rehearse(self, run, first=False):
+            found = super().rehearse(run, first)
             self.rehearsed.append((run, set(self.names)))
             return found
 
@@ -134,6 +136,9 @@ def main(folder: Path) -> None:
             EVENTS.append("wait")
 
     ahead.ThreadPoolExecutor, ahead.CompileAhead = Held, Ahead  # type: ignore[misc, assignment]
+    fit, compared = sys.argv[2] == "fit", triton_backend.disagreement
+    if fit:
+        triton_backend.disagreement = lambda *args: compared(*args) if ahead.rehearsing() else ""
     start._reason_against = lambda wiring, kernels: None
     ahead.blank = poison
     DefaultSampler.draw = DefaultSampler._draw_fused  # type: ignore[method-assign]
@@ -156,12 +161,14 @@ def main(folder: Path) -> None:
         worker_runner = llm.engine.executor.runner
         steps = worker_runner.graphs
         assert steps is not None, worker_runner.worker.notes
-        first, names = made[0].rehearsed[0]
-        assert first.func is build._early_step, "it comes before the attention back end tries its kernels"
+        names = made[0].rehearsed[1][1]
+        assert [run.func for run, _ in made[0].rehearsed[:2]] == [build._early_layers, build._early_step]
         assert {"_attend", "_prefill", "_write"} <= names, names
         begun = EVENTS.index("capture")
         two = EVENTS[begun - 1 : begun + 3]
         assert two == ["wait", "capture"] * 2, "each capture waits only for its own kernels"
+        rehearsed = [run.args[0] for run, _ in made[0].rehearsed if getattr(run.func, "__name__", "") == "rehearse"]
+        assert max(Counter(rehearsed).values()) == (1 if fit else 2), "captures use other kernels than the early ones"
         queued = set(made[0].jobs)
         assert len(steps.layers.blocks) == 3
         steps.layers.blocks = None  # from here on all layers run
@@ -182,7 +189,11 @@ def main(folder: Path) -> None:
         notes, caches = list(worker.backend.notes), worker.caches
         fmt = build_part("kvformat", wiring.parts["kvformat"])
         disagreed = set(worker.backend.unfit)
-        assert notes and disagreed and made[0].rehearse(partial(build._early_step, worker, wiring, fmt))
+        assert (
+            notes
+            and bool(disagreed) is not fit
+            and made[0].rehearse(partial(build._early_step, worker, wiring, fmt, []))
+        )
         assert worker.backend.notes == notes and worker.backend.unfit == disagreed
         worker.caches = caches
         calls = made[0].pool.calls

@@ -17,7 +17,8 @@ from process_groups import living
 pytest.importorskip("triton")
 
 from minivllm.core.timing import StartTimes
-from minivllm.device.kernels import ahead, compile_processes
+from minivllm.device import compile_processes
+from minivllm.device.kernels import ahead
 from minivllm.device.worker import start
 
 HERE = Path(__file__).resolve().parent
@@ -79,3 +80,73 @@ def test_processes_start_only_on_a_gpu_whose_kernels_are_not_compiled(monkeypatc
     rehearsals = start.Rehearsals(wiring, StartTimes(), torch.device(device), True)
     assert starts == [ahead.usable_threads()] * started and rehearsals.active is not compiled
     rehearsals.close()
+
+
+class Started:
+    """In the place of processes: records whether they were ended."""
+
+    made: list[Started] = []
+
+    def __init__(self, count):
+        self.ended = False
+        self.made.append(self)
+
+    def close(self):
+        self.ended = True
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    monkeypatch.setattr(Started, "made", [])
+    monkeypatch.setattr(compile_processes, "CompileProcesses", Started)
+    monkeypatch.setattr(compile_processes, "usable_cores", lambda: 16)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    return Started.made
+
+
+def test_a_start_takes_the_processes_that_were_started_before_it_needed_them(started):
+    with compile_processes.spare() as start:
+        start()
+        assert compile_processes.start_processes(16) is started[0]
+        assert compile_processes.start_processes(16) is started[1]
+    assert len(started) == 2 and not any(one.ended for one in started)
+
+
+def test_processes_that_no_start_takes_end_with_it(started):
+    with pytest.raises(ZeroDivisionError), compile_processes.spare() as start:
+        start()
+        raise ZeroDivisionError
+    assert [one.ended for one in started] == [True]
+    start()
+    assert len(started) == 1 and compile_processes.start_processes(16) is started[1]
+
+
+def test_no_other_processes_are_started_once_a_start_has_its_own(started):
+    with compile_processes.spare() as start:
+        assert compile_processes.start_processes(16) is started[0]
+        start()
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("variable, folder", [("TRITON_CACHE_DIR", "."), ("TRITON_HOME", ".triton/cache")])
+def test_no_processes_are_started_early_if_kernels_were_compiled_before(
+    started, monkeypatch, tmp_path, variable, folder
+):
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv(variable, str(tmp_path))
+    marks = ahead.CompiledMarks(torch.device("cpu"), [])
+    marks.path = tmp_path / folder / marks.path.name
+    for count in (1, 0):
+        started.clear()
+        with compile_processes.spare() as start:
+            start()
+        assert len(started) == count
+        marks.set()
+
+
+def test_interpreted_kernels_have_no_processes(started, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with compile_processes.spare() as start:
+        start()
+    assert not started

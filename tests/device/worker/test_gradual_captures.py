@@ -224,10 +224,10 @@ ahead.finish(jobs, lambda: print("finished"))
     assert done.stdout.count("compiled") < 5 and "finished" not in done.stdout
 
 
-@pytest.mark.parametrize("captures", ["start", "gradual"])
-def test_steps_of_ordinary_requests_need_no_kernel_that_is_not_compiled_when_the_engine_is_ready(captures):
+@pytest.mark.parametrize("captures, kernel", [("start", "unfit"), ("gradual", "unfit"), ("gradual", "fit")])
+def test_steps_of_ordinary_requests_need_no_kernel_that_is_not_compiled_when_the_engine_is_ready(captures, kernel):
     """Steps are rehearsed with memory that holds no valid index.  Both parts of a step are among the kernels."""
-    *_, names, count = without_interpreter("compiled_rehearsal.py", captures)
+    *_, names, count = without_interpreter("compiled_rehearsal.py", captures, kernel)
     steps = {"_begin", "_deal", "_decode", "_merge", "_tiles", "_prefill", "_shared", "_cut"}
     draws = {"_first", "_few", "_redraw", "_search", "_penalize", "_apply", "_parts", "_commit"}
     assert steps | draws <= set(names.split())

@@ -10,38 +10,30 @@ compiled by the thread that asked for it.
 
 from __future__ import annotations
 
-import gc
-import io
 import logging
 import os
-import pickle
 import queue
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import suppress
-from importlib import import_module
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
 
-import triton
-from triton import knobs
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-
-from minivllm.device import early
 from minivllm.errors import describe_error
+from minivllm.limits import usable_cores
 from minivllm.registration import fresh
 
 log = logging.getLogger(__name__)
 PATIENCE = 120.0  # seconds after which a process that has not answered is no longer used
+MARK = ".compiled"  # end of the names of files that mark kernels as compiled
 GRACE = 2.0  # seconds after which processes that have not ended are killed
+THREADS = 16  # largest number of threads that compile kernels, each of which may have a process
 FEW = 2  # number of cores up to which the start of the processes costs more time than they save
 
 
@@ -55,10 +47,13 @@ class CompileProcesses:
         pairs = [socket.socketpair() for _ in range(count)]
         theirs = [other.fileno() for _, other in pairs]
         numbers = ",".join(str(file) for file in theirs)
-        argv = fresh.command(f"{__name__}:main", numbers)
+        argv = fresh.command("minivllm.device.kernels.compile_requests:main", numbers)
         # no threads of libraries, because a fork does not copy threads
         environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        environ["TRITON_CACHE_DIR"] = knobs.cache.dir
+        if "triton" in sys.modules:  # a program may have set another folder
+            from triton import knobs
+
+            environ["TRITON_CACHE_DIR"] = knobs.cache.dir
         null = subprocess.DEVNULL
         self._free: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._closed = False
@@ -107,8 +102,22 @@ class CompileProcesses:
         self._end()
 
 
+def usable_threads() -> int:
+    """Return the number of threads that compile kernels: one for each core that this process may use, at most
+    ``THREADS``."""
+    return min(THREADS, usable_cores())
+
+
 def start_processes(count: int) -> CompileProcesses | None:
-    """Start ``count`` processes that compile kernels; return None if they would not save time or cannot be started."""
+    """Return ``count`` new processes that compile kernels, or those of ``spare``.  Return None if they would not save
+    time or cannot be started."""
+    with _LOCK:
+        _open.clear()  # no others are needed
+        return _spare.pop() if _spare else _start(count)
+
+
+def _start(count: int) -> CompileProcesses | None:
+    """Start ``count`` processes; return None if they would not save time or cannot be started."""
     frozen = getattr(sys, "frozen", False)  # then ``sys.executable`` is an application, which would start again
     if count <= FEW or not hasattr(os, "fork") or not sys.executable or frozen:
         return None
@@ -117,6 +126,50 @@ def start_processes(count: int) -> CompileProcesses | None:
     except OSError as e:
         log.info("threads compile kernels, because no process can be started: %s", describe_error(e))
         return None
+
+
+_LOCK = threading.Lock()  # held while processes are taken from ``_spare``, or are started for it
+_spare: list[CompileProcesses] = []  # processes that no start has taken yet
+_open: set[object] = set()  # calls of ``spare`` whose processes a start may still take
+
+
+@contextmanager
+def spare() -> Iterator[Callable[[], None]]:
+    """Return a function that starts processes before it is known whether a start, the body of the ``with`` statement,
+    needs them.
+
+    A thread may call it while torch is imported.  At the end of the body, processes that were not taken end.  Nothing
+    is started if an earlier start has compiled kernels into Triton's folder, or if kernels are interpreted."""
+    call, made = object(), list[CompileProcesses]()
+
+    def start() -> None:
+        with _LOCK:
+            if call in _open and _are_new():
+                found = _start(usable_threads())
+                if found is not None:
+                    made.append(found)
+                    _spare.append(found)
+
+    _open.add(call)
+    try:
+        yield start
+    finally:
+        with _LOCK:
+            _open.discard(call)
+            left = [one for one in made if one in _spare]
+            for one in left:
+                _spare.remove(one)
+        for one in left:
+            one.close()
+
+
+def _are_new() -> bool:
+    """Return whether kernels are compiled on this machine for the first time, as far as Triton's folder shows."""
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        return False
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+    return next(folder.glob(f"*{MARK}"), None) is None
 
 
 def _end_all(process: subprocess.Popen[bytes], free: queue.SimpleQueue[Connection], starter: int) -> None:
@@ -137,108 +190,3 @@ def _end_all(process: subprocess.Popen[bytes], free: queue.SimpleQueue[Connectio
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-# ---- requests --------------------------------------------------------------------------------------------------------
-
-
-def make_request(compile_it: Callable[..., Any], target: Any, launcher: Any) -> bytes:
-    """Return the request to compile a kernel for ``target``, with the class ``launcher`` of its launcher.
-
-    ``compile_it`` is a ``functools.partial`` of ``JITFunction._do_compile``.  An error of any type is raised if a value
-    cannot be sent to another process."""
-    given: Any = compile_it
-    source, options = _source(*given.args, **given.keywords)
-    stream = io.BytesIO()
-    _Pickler(stream).dump((source, target, options, launcher))
-    return stream.getvalue()
-
-
-def _source(
-    function: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, warmup: Any
-) -> tuple[Any, dict[str, Any]]:
-    """Return the source of a kernel's variant and its options, from the arguments of ``JITFunction._do_compile``."""
-    source = function.ASTSource(function, signature, constexprs, attrs)
-    return source, options.__dict__
-
-
-class _Pickler(pickle.Pickler):
-    """Pickler that writes functions of kernels by their names."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, JITFunction):
-            return NotImplemented
-        run = value.fn
-        target = f"{run.__module__}:{run.__qualname__}"
-        if fresh.import_target(target) is not value:
-            raise pickle.PicklingError(f"{target} is another object")
-        return fresh.import_target, (target,)
-
-
-# ---- the processes ---------------------------------------------------------------------------------------------------
-
-
-def main(numbers: str) -> None:
-    """Import torch, fork a worker for each socket, and wait for their end.
-
-    ``numbers`` are the descriptors of the sockets with commas between them."""
-    hashing = early.begin(early.hash_compiler)
-    import_module("minivllm.device.kernels.launch")  # modules of kernels import it, and it imports torch
-    hashing.join()
-    links = [Connection(int(number)) for number in numbers.split(",")]
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it ends the workers only
-    gc.freeze()  # the workers share the memory of these objects
-    for link in links:
-        if os.fork() == 0:
-            _serve(link, links)
-    for link in links:
-        link.close()
-    for _ in links:
-        os.wait()
-
-
-def _serve(link: Connection, links: Sequence[Connection]) -> None:
-    """Compile kernels in this process, a worker, until the other end of ``link`` is closed; then end the process."""
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        for other in links:  # the engine notices the end of a worker only if no other process has its socket
-            if other is not link:
-                other.close()
-        threading.Thread(target=_end_with, args=(link,), daemon=True).start()
-        while True:
-            request = link.recv_bytes()
-            link.send_bytes(_answer(request))
-    finally:
-        os._exit(0)
-
-
-def _end_with(link: Connection) -> None:
-    """End this process when the other end of ``link`` is closed, also during a compilation."""
-    closed = select.poll()
-    closed.register(link.fileno(), select.POLLRDHUP)
-    closed.poll()
-    os._exit(0)
-
-
-class _Target:
-    """The part of Triton's driver that a compilation reads: some functions of kernels depend on the GPU."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-
-def _answer(request: bytes) -> bytes:
-    """Compile the kernel of a request; return the error, or nothing."""
-    try:
-        source, target, options, launcher = pickle.loads(request)
-        driver.set_active(_Target(target))
-        kernel = triton.compile(source, target=target, options=options)
-    except BaseException as e:  # an assertion or a SystemExit of Triton must not end the process
-        return f"{type(e).__name__}: {e}".encode()
-    if launcher is not None:
-        with suppress(Exception):  # the first launch compiles it otherwise
-            launcher(kernel.src, kernel.metadata)
-    return b""
