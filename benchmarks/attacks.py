@@ -109,6 +109,8 @@ def protocols() -> dict[str, tuple[str, bytes]]:
         "score: 7 MiB of text": ("/v1/score", many(large, 1, '{"text_1":"' + "a" * (6 << 20) + '","text_2":[', end)),
         "apply-template: calls": ("/apply-template", many(
             function, 6000, chat + '{"role":"assistant","tool_calls":[', "]}]}")),
+        "socket: 8 MiB of escapes": ("ws:/v1/ws", b'{"type":"completions","id":"a","body":{"prompt":"'
+            + rb"\u0041" * (BODY // 6 - 20) + b'"}}'),
         "tokenize: 100,000 tags": (TOKENIZE, json.dumps({"prompt": tags}).encode()),
     }  # fmt: skip
 

@@ -80,6 +80,15 @@ class ApiError(Exception):
         return {"error": fields}
 
 
+class FlawedMessage(ApiError):
+    """The ``error`` of a WebSocket message whose text is not Unicode, with the parsed ``message``, whose id the answer
+    repeats."""
+
+    def __init__(self, error: ApiError, message: dict[str, Any]) -> None:
+        super().__init__(error.status, str(error), error.param)
+        self.message = message
+
+
 def wrong(place: str, text: str) -> ApiError:
     """Return the error (400) about a place of the body.  ``text`` follows the place in the message."""
     return ApiError(400, place + text, place)

@@ -15,13 +15,13 @@ import numpy as np
 
 from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.errors import RequestError
-from minivllm.runtime.processes.confined import Work, allow, prepare
+from minivllm.runtime.processes.confined import PIECE, Work, allow, prepare
 from minivllm.runtime.replies.grammar import Spelling
 from minivllm.runtime.text.tokenizer import Tokenizer
 
 from .errors import ApiError
 from .http import bounds
-from .http.body import load_object, parse_object
+from .http.body import check_text, load_object
 from .link.scored import Scored
 from .openai import answers, tools
 from .openai.logprobs import Speller
@@ -78,12 +78,20 @@ def dump(value: Any) -> bytes:
 
 
 def read(raw: bytes, inner: str) -> Parts:
-    """Parse and check a request body.  Return its JSON, with long lists of token ids as separate arrays.
+    """Parse and check a request body.  Return its JSON without its long lists of token ids and its long texts, then the
+    lists as arrays, then the UTF-8 bytes of all texts if there are any.
 
     ``inner`` is the field of a WebSocket message that contains the body; "" means that ``raw`` is the body.
     """
     bounds.check_shape(raw)
-    value = load_object(raw) if inner else parse_object(raw)
+    value = load_object(raw)
+    flawed = None
+    try:
+        check_text(raw, value)
+    except ApiError as e:
+        if not inner:
+            raise
+        flawed = e.status, str(e), e.param
     body = value.get(inner) if inner else value
     columns, arrays = [], []
     if isinstance(body, dict):
@@ -95,9 +103,43 @@ def read(raw: bytes, inner: str) -> Parts:
                 columns.append([name, lengths])
                 arrays.append(ids.tobytes())
                 body[name] = None
-    rest = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    rest = compact(value)
     bounds.check_values(bounds.shape_of(rest).values)
-    return [dump({"columns": columns}), rest, *arrays]
+    texts: list[tuple[list[str | int], list[int]]] = []
+    encoded: list[bytes] = []
+    if flawed is None and len(rest) > PIECE:
+        for path, text in take_texts(value):
+            parts = [text[at : at + PIECE].encode() for at in range(0, len(text), PIECE)]
+            sizes = list(map(len, parts))
+            texts.append((path, sizes))
+            encoded += parts
+        rest = compact(value)
+    if texts:
+        arrays.append(b"".join(encoded))
+    about = {"columns": columns, "flawed": flawed, "texts": texts}
+    return [dump(about), rest, *arrays]
+
+
+def compact(value: Any) -> bytes:
+    """Return compact JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def take_texts(value: Any) -> list[tuple[list[str | int], str]]:
+    """Take the texts of more than ``PIECE`` characters out of nested objects and lists.  Return each with its path.
+
+    They are sent separately, because the event loop would parse their JSON in one turn."""
+    found: list[tuple[list[str | int], str]] = []
+    todo: list[tuple[list[str | int], Any]] = [([], value)]
+    while todo:
+        path, holder = todo.pop()
+        for key, inner in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+            if isinstance(inner, str) and len(inner) > PIECE:
+                found.append(([*path, key], inner))
+                holder[key] = None
+            elif isinstance(inner, (dict, list)):
+                todo.append(([*path, key], inner))
+    return found
 
 
 def ids_of(value: Any) -> tuple[np.ndarray, list[int] | None] | None:
@@ -159,8 +201,14 @@ def chat(tokenizer: Tokenizer, job: Job, part: bytes) -> Parts:
 
 
 def encode(tokenizer: Tokenizer, job: Job, part: bytes) -> Parts:
-    """Return the token ids (i32) of texts in one array, and the number of ids of each text."""
-    encoded = [tokenizer.encode(text, job["special"]) for text in json.loads(part)]
+    """Return the token ids (i32) of texts in one array, and the number of ids of each text.
+
+    ``part`` has all texts without separators, and ``job["lengths"]`` the number of characters of each."""
+    text, end, encoded = part.decode("utf-8", "surrogatepass"), 0, []
+    for length in job["lengths"]:
+        start = end
+        end += length
+        encoded.append(tokenizer.encode(text[start:end], job["special"]))
     lengths = [len(row) for row in encoded]
     ids = [i for row in encoded for i in row]
     return [dump({"lengths": lengths}), np.array(ids, np.int32).tobytes()]

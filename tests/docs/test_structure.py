@@ -96,18 +96,18 @@ MAY_IMPORT = {
         "server.openai server.link core.engine core.interfaces server registry registration registration.spec"
     ),
     "server.anthropic": "server.openai server.http runtime.text server",
-    "server.responses": "server.openai server.link server.http runtime.text server",
+    "server.responses": "server.openai server.link server.http runtime.text server runtime.processes",
     "server.ollama": "server.embedding server.openai server.http server",
     "server.embedding": "server.openai server.http frontend core.interfaces server",
     "server.openai": (
         "server.link server.http runtime.images runtime.text runtime.replies core.interfaces core.declared_params "
-        "server runtime.tenant_cache core.json_schema registry registration registration.spec"
+        "server runtime.processes runtime.tenant_cache core.json_schema registry registration registration.spec"
     ),
     "server.link": (
         "frontend config frontend.record runtime.text core.engine core core.interfaces server "
         "runtime.processes registration.fresh device.hardware device.early"
     ),
-    "server.http": "server",
+    "server.http": "server runtime.processes",
     "lab.bench": (
         "pocket lab.traces frontend config device.worker device.layers runtime.hooks runtime.energy "
         "core.interfaces registry registration.fresh device.hardware"

@@ -6,9 +6,10 @@ import os
 import time
 
 import pytest
+from loop_turns import largest_allocation
 
 from minivllm.errors import ResourceError
-from minivllm.runtime.processes.confined import Confined, Exceeded
+from minivllm.runtime.processes.confined import PIECE, Confined, Exceeded, decode_text, encode_text, pieces, size_of
 from minivllm.server.errors import ApiError
 from minivllm.server.fair_slots import MOST_WAITING, FairSlots
 
@@ -41,6 +42,49 @@ def test_a_job_beyond_its_limits_is_ended_and_the_next_ones_are_answered(kind, w
         assert (await made.run_job(1, {"kind": "say"}, **LIMITS))[0]["done"] == 2
 
     confined(test)
+
+
+def test_no_turn_of_the_loop_copies_a_large_part_of_a_job_or_answer():
+    """The copies of 8 MiB took 13 ms or more in one turn."""
+    size = 8 << 20
+    parts = [b"a" * size, [bytearray(b"b" * PIECE)] * (size // PIECE)]
+
+    async def test(made):
+        await made.run_job(0, {"kind": "say"}, **LIMITS)  # the processes start
+        with largest_allocation() as most:
+            _, found = await made.run_job(0, {"kind": "say"}, parts, seconds=10, megabytes=256)
+        assert [len(part) for part in found] == [size, size]
+        assert found[0] == parts[0] and found[1] == b"".join(parts[1])
+        return most[0]
+
+    assert confined(test, workers=(0,)) < 1 << 20
+
+
+def test_a_job_that_is_cancelled_while_it_is_sent_disturbs_no_later_job():
+    async def test(made):
+        await made.run_job(0, {"kind": "say"}, **LIMITS)
+        leaving = asyncio.create_task(made.run_job(0, {"kind": "say"}, [b"a" * (8 << 20)], **LIMITS))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert (await made.run_job(0, {"kind": "say", "say": 2}, **LIMITS))[0]["say"] == 2
+
+    confined(test, workers=(0,))
+
+
+@pytest.mark.parametrize("text", ["", "a", "é\U0001f98a" * PIECE, "\ud800" + "a" * PIECE])
+def test_pieces_are_small_and_have_all_bytes_in_order(text):
+    async def test():
+        encoded = await encode_text(text)
+        assert b"".join(encoded) == text.encode("utf-8", "surrogatepass") and size_of(encoded) == len(b"".join(encoded))
+        found = list(pieces([b"head", encoded, [], b""]))
+        assert b"".join(found) == b"head" + b"".join(encoded) and max(map(len, found)) <= PIECE
+        assert await encode_text("é", text) == ["é".encode(), *encoded]
+        if text.isprintable():
+            assert await decode_text(b"".join(encoded), list(map(len, encoded))) == text
+
+    asyncio.run(test())
 
 
 def test_what_the_work_raises_is_told_and_ends_nothing():

@@ -76,6 +76,14 @@ def test_requests_on_one_socket_are_interleaved_and_each_has_the_answer_of_http(
         assert whole["type"] == "done" and whole["data"]["choices"][0]["message"]["content"] == http
 
 
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_the_error_of_a_message_that_is_not_unicode_has_its_id(server, size):
+    with talking(server) as talk:
+        talk.say('{"type": "completions", "id": "a", "body": {"prompt": "' + "a" * size + '\\ud800"}}')
+        (got,) = talk.until("a")
+        assert got["type"] == "error" and "surrogate" in got["error"]["message"]
+
+
 def test_a_cancelled_request_ends_at_once_and_its_id_is_free_again(server):
     with talking(server) as talk:
         talk.ask("x", LONG, "completions")

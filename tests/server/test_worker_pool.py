@@ -10,11 +10,12 @@ pytest.importorskip("fastapi")
 pytest.importorskip("tokenizers")
 
 from literal_models import NOBODY, byte_level
+from loop_turns import largest_allocation
 
 from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.runtime.text.tokenizer import Tokenizer
 from minivllm.server import pool_jobs, worker_pool
-from minivllm.server.errors import ApiError
+from minivllm.server.errors import ApiError, FlawedMessage
 from minivllm.server.http.body import Bodies, parse_object
 from minivllm.server.openai.bodies import ChatBody
 from minivllm.server.openai.params import whole_form
@@ -188,6 +189,48 @@ def test_large_bodies_and_texts_come_back_as_if_they_were_worked_on_here():
         ids = tokens.tokenizer.encode("a <|im_end|> é" * MANY)
         for skip in (True, False):
             assert await tokens.decode(ids, skip) == tokens.tokenizer.decode(ids, skip)
+
+    with_tokens(tokenizer_of(PLAIN), test)
+
+
+def test_long_texts_anywhere_in_a_body_are_read_as_json_reads_them():
+    long = ["é" * 70_000, "\U0001f98a" + 'a\\"' * 50_000, "a" * 65_536, "a" * 65_537]
+    value = {"prompt": long[0], "messages": [{"content": [{"text": long[1]}, long[2]]}, long[3], None], "n": 1}
+
+    async def test(tokens):
+        for inner in ("", "body"):
+            message = {"id": "a", "type": long[3], "body": value} if inner else value
+            assert await Bodies(tokens.pool).parse(json.dumps(message).encode(), "me", inner) == message
+        for padding in ("", "a" * 70_000):  # read by the event loop, or by a worker
+            raw = json.dumps({"id": "a", "body": {"prompt": "\ud800" + padding}}).encode()
+            with pytest.raises(FlawedMessage, match="surrogate") as flawed:
+                await Bodies(tokens.pool).parse(raw, "me", "body")
+            assert flawed.value.message["id"] == "a"
+            with pytest.raises(ApiError, match="surrogate"):
+                await Bodies(tokens.pool).parse(raw, "me")
+
+    with_tokens(tokenizer_of(PLAIN), test)
+
+
+@pytest.mark.parametrize(
+    "one, times",
+    [("a", 1), ("\\\\", 1), ("é", 2), ("\U0001f98a", 4), ("a" * 4090 + "\U0001f98a", 4)],
+    ids=["letters", "escapes", "latin", "wide", "a few wide"],
+)
+def test_no_turn_of_the_loop_allocates_more_than_the_text_of_a_body(one, times):
+    """Text with one character above U+FFFF takes four bytes for each.  8 MiB of it took 72 MiB, and 40 to 170 ms."""
+    text = one * ((1 << 20) // len(one))
+    raw = json.dumps({"prompt": text}, ensure_ascii=False).encode()
+    size = times * len(text)
+
+    async def test(tokens):
+        bodies = Bodies(tokens.pool)
+        assert (await bodies.parse(raw, "me"))["prompt"] == text
+        pieces = [raw[at : at + 16_384] for at in range(0, len(raw), 16_384)]
+        with largest_allocation() as most:
+            found = await bodies.parse(pieces, "me")
+        assert found["prompt"] == text
+        assert most[0] < 1.5 * size + (1 << 18)
 
     with_tokens(tokenizer_of(PLAIN), test)
 

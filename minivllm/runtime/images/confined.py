@@ -20,7 +20,16 @@ from minivllm.core.interfaces.executor import ImageWiring
 from minivllm.core.interfaces.images import PreparedImage, start_hashing
 from minivllm.errors import RequestError
 from minivllm.registration.spec import Part
-from minivllm.runtime.processes.confined import Confined, Exceeded, Work, limit_memory, prepare
+from minivllm.runtime.processes.confined import (
+    Buffer,
+    Confined,
+    Exceeded,
+    JobPart,
+    Work,
+    encode_text,
+    limit_memory,
+    prepare,
+)
 from minivllm.runtime.text.image_parts import OBJECT, ImageSource
 
 from .decode import MAX_BYTES, refuse
@@ -73,12 +82,12 @@ class ConfinedImages:
     async def _in_turn(self, source: ImageSource) -> PreparedImage:
         """Return an image that a worker process has prepared, as soon as a worker is free."""
         job = {"kind": source.kind, "media_type": source.media_type}
-        data = source.value.encode("utf-8", "surrogatepass")
+        data = await encode_text(source.value)
         async with self._seats.one() as worker:
             answer, more = await run_job(self._confined, worker, job, data)
         a, b, c = answer["shape"]
         values = np.frombuffer(more[1], answer["dtype"])
-        return self.reader.keep(PreparedImage(values, (a, b, c), answer["tokens"], more[0]))
+        return self.reader.keep(PreparedImage(values, (a, b, c), answer["tokens"], bytes(more[0])))
 
     async def close(self) -> None:
         """Cancel the jobs and end the processes."""
@@ -107,8 +116,8 @@ class Seats:
 
 
 async def run_job(
-    confined: Confined, worker: int, job: dict[str, Any], data: bytes
-) -> tuple[dict[str, Any], list[bytes]]:
+    confined: Confined, worker: int, job: dict[str, Any], data: JobPart
+) -> tuple[dict[str, Any], list[Buffer]]:
     """Run the job of an image in a free worker, and return its answer.
 
     RequestError if the work refuses the image, or if it exceeds a limit."""

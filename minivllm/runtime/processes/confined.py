@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import mmap
 import os
 import signal
 import socket
@@ -24,17 +25,22 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from minivllm.errors import ResourceError, describe_error
 from minivllm.registration import fresh
 
 Work = Callable[[dict[str, Any], list[bytes]], list[bytes]]
+Buffer = bytes | bytearray | memoryview
+JobPart = Buffer | Sequence[Buffer]  # a part of a job: bytes, or buffers that the work receives as one
 PATIENCE = 120.0  # seconds without an answer, also during the start, after which all workers are replaced
 BY_THE_CLOCK = 10  # wall-clock limit of a job as a multiple of its CPU seconds, for loaded machines
 HEAD = struct.Struct("<QI")  # head of a frame: number of the job, and number of the parts that follow
 PARTS = 16  # largest number of parts of a frame
+# Number of bytes that the event loop copies in a turn.  Copies of 8 MiB touch thousands of new pages of memory, and the
+# kernel needs 2 to 10 microseconds for each.
+PIECE = 64 << 10
 LEFT, MEMORY, GARBLED = 3, 4, 5  # exit statuses of a worker: closed socket, MemoryError, malformed frame
 NOBODY = 0  # job number in a frame that is about the worker itself
 
@@ -49,8 +55,60 @@ class Exceeded(Exception):
 
 def frame(number: int, parts: Sequence[bytes]) -> bytes:
     """Return the bytes of a frame."""
-    sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
-    return b"".join([HEAD.pack(number, len(parts)), sizes, *parts])
+    return b"".join([_head(number, list(map(len, parts))), *parts])
+
+
+def size_of(part: JobPart) -> int:
+    """Return the number of bytes of a part."""
+    return len(part) if isinstance(part, Buffer) else sum(map(len, part))
+
+
+def pieces(parts: Sequence[JobPart]) -> Iterator[bytearray]:
+    """Yield the bytes of parts one after another, in pieces of at most ``PIECE`` bytes."""
+    held = bytearray()
+    for part in parts:
+        for buffer in (part,) if isinstance(part, Buffer) else part:
+            view = memoryview(buffer)
+            for at in range(0, len(view), PIECE):
+                piece = view[at : at + PIECE]
+                if len(held) + len(piece) > PIECE:
+                    yield held
+                    held = bytearray()
+                held += piece
+    if held:
+        yield held
+
+
+async def encode_text(*texts: str) -> list[bytes]:
+    """Return the UTF-8 bytes of texts in pieces, of which each turn of the event loop encodes ``PIECE`` characters.
+    Halves of surrogate pairs are encoded like other characters."""
+    found = []
+    left = PIECE
+    for text in texts:
+        for at in range(0, len(text), PIECE):
+            piece = text[at : at + PIECE]
+            if len(piece) > left:
+                await asyncio.sleep(0)
+                left = PIECE
+            left -= len(piece)
+            found.append(piece.encode("utf-8", "surrogatepass"))
+    return found
+
+
+async def decode_text(part: Buffer, sizes: Sequence[int]) -> str:
+    """Return the text of UTF-8 bytes, of which a piece is decoded in each turn of the event loop.  ``sizes`` are the
+    numbers of bytes of the pieces, each of whole characters."""
+    view, found = memoryview(part), []
+    for size in sizes:
+        found.append(str(view[:size], "utf-8"))
+        view = view[size:]
+        await asyncio.sleep(0)
+    return "".join(found)
+
+
+def _head(number: int, sizes: Sequence[int]) -> bytes:
+    """Return the bytes of a frame before its parts, which have the given sizes."""
+    return HEAD.pack(number, len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes)
 
 
 class Confined:
@@ -74,12 +132,13 @@ class Confined:
         return self._starting
 
     async def run_job(
-        self, worker: int, job: dict[str, Any], parts: Sequence[bytes] = (), *, seconds: float, megabytes: int
-    ) -> tuple[dict[str, Any], list[bytes]]:
+        self, worker: int, job: dict[str, Any], parts: Sequence[JobPart] = (), *, seconds: float, megabytes: int
+    ) -> tuple[dict[str, Any], list[Buffer]]:
         """Run a job and return the parts of its answer, the first of them parsed as JSON.
 
-        The caller must not use the worker for two jobs at once.  Exceeded if the job exceeds a limit, ResourceError if
-        no process can run it, RuntimeError if the work fails."""
+        The caller must not use the worker for two jobs at once, nor change the buffers of ``parts`` meanwhile.  A part
+        of the answer above ``PIECE`` bytes is a memoryview.  Exceeded if the job exceeds a limit, ResourceError if no
+        process can run it, RuntimeError if the work fails."""
         request = json.dumps({**job, "seconds": seconds, "megabytes": megabytes}).encode()
         reason = ""
         for _ in range(2):  # a second try if the worker ends for another reason, such as a lack of memory
@@ -127,7 +186,7 @@ class Confined:
                 theirs.close()
         self._process = process
         weakref.finalize(self, _kill, process)
-        return [_Seat(*await asyncio.open_unix_connection(sock=ours, limit=1 << 20)) for ours, _ in pairs]
+        return [_Seat(*await asyncio.open_unix_connection(sock=ours, limit=4 * PIECE)) for ours, _ in pairs]
 
     def _spawn(self, argv: list[str], passed: list[int]) -> subprocess.Popen[bytes]:
         """Return the parent process of the workers, started with the descriptors ``passed``, after it was sent
@@ -172,20 +231,43 @@ class _Seat:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
-    async def run_job(self, number: int, parts: Sequence[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    async def run_job(self, number: int, parts: Sequence[JobPart]) -> tuple[dict[str, Any], list[Buffer]]:
         """Send a job and return the parts of its answer, or of a frame about the worker.
 
         EOFError, OSError or ValueError if the worker cannot be used any more."""
-        self.writer.write(frame(number, parts))
-        await self.writer.drain()
+        await self._send([_head(number, list(map(size_of, parts))), *parts])
         while True:
             answered, count = HEAD.unpack(await self.reader.readexactly(HEAD.size))
             if not 0 < count <= PARTS:
                 raise ValueError("a malformed frame")
             sizes = struct.unpack(f"<{count}Q", await self.reader.readexactly(8 * count))
-            found = [await self.reader.readexactly(size) for size in sizes]
+            found = [await self._receive(size) for size in sizes]
             if answered in (number, NOBODY):
-                return json.loads(found[0]), found[1:]
+                return json.loads(bytes(found[0])), found[1:]
+
+    async def _send(self, parts: Sequence[JobPart]) -> None:
+        """Send parts, a piece in each turn of the event loop.  A job that is cancelled meanwhile ends the worker."""
+        try:
+            for number, piece in enumerate(pieces(parts)):
+                if number:
+                    await asyncio.sleep(0)
+                self.writer.write(piece)
+                await self.writer.drain()
+        except asyncio.CancelledError:
+            self.writer.transport.abort()
+            raise
+
+    async def _receive(self, size: int) -> Buffer:
+        """Return a part of an answer.  A large one is copied as its bytes arrive, not in one turn of the event loop."""
+        if size <= PIECE:
+            return await self.reader.readexactly(size)
+        part = memoryview(mmap.mmap(-1, size))  # a page is zeroed when it is written; a bytearray is zeroed at once
+        left = part
+        while left:
+            piece = await self.reader.readexactly(min(PIECE, len(left)))
+            left[: len(piece)] = piece
+            left = left[len(piece) :]
+        return part.toreadonly()
 
 
 # ---- the started process ---------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
-from minivllm.server.errors import CLOSE, ApiError
+from minivllm.runtime.processes.confined import PIECE, JobPart, pieces, size_of
+from minivllm.server.errors import CLOSE, ApiError, FlawedMessage
 from minivllm.validation import flaw, is_text, lone_escape
 
 from . import bounds
@@ -55,7 +56,7 @@ class Bodies:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and (len(declared) > 20 or int(declared) > most):
             raise too_large(most)
-        parts: list[bytes] = []
+        parts: list[bytearray] = []
         with self._counted(owner) as count:
             try:
                 await asyncio.wait_for(self._read(request, most, owner, parts, count), seconds)
@@ -63,24 +64,28 @@ class Bodies:
                 await self._late.turn()
                 problem = f"the body was not complete after {seconds:g} s"
                 raise ApiError(408, problem, headers=CLOSE) from None
-            return await self.parse(b"".join(parts), owner)
+            return await self.parse(parts, owner)
 
-    async def parse(self, raw: bytes, owner: str, inner: str = "") -> dict[str, Any]:
+    async def parse(self, raw: JobPart, owner: str, inner: str = "") -> dict[str, Any]:
         """Return the JSON object in a body (see ``parse_object``), and check the limits of ``bounds``.
 
+        ``raw`` may be a list of its pieces, which are not joined if they are large, because that takes long.
         ``inner`` is the field of a WebSocket message that has the body; "" means that ``raw`` is the body itself."""
-        if len(raw) > SMALL:
+        if size_of(raw) > SMALL:
             return await self.pool.read(raw, owner, inner)
+        raw = b"".join(pieces([raw]))
         bounds.check_shape(raw)
         value = load_object(raw)
-        if not inner:
-            check_text(raw, value)  # a message is checked later, so that the error can contain its id
+        try:
+            check_text(raw, value)
+        except ApiError as e:
+            raise FlawedMessage(e, value) if inner else e from None
         body = value.get(inner) if inner else value
         if isinstance(body, dict):
             bounds.check_fields(body)
         return value
 
-    async def _read(self, request: Request, most: int, owner: str, parts: list[bytes], count: list[int]) -> None:
+    async def _read(self, request: Request, most: int, owner: str, parts: list[bytearray], count: list[int]) -> None:
         """Receive a body into ``parts``, and count its bytes in ``held`` and ``count[0]``.  ApiError: 413 above
         ``most`` bytes, 429 if too many bodies of ``owner`` are being received, 400 if the client disconnects."""
         size = 0
@@ -94,7 +99,10 @@ class Bodies:
                     raise ApiError(429, problem, headers={"Retry-After": "1", "Connection": "close"})
                 self.held[owner] += len(part)
                 count[0] += len(part)
-                parts.append(part)
+                if parts and len(parts[-1]) + len(part) <= PIECE:  # a body in a million chunks has few parts
+                    parts[-1] += part
+                else:
+                    parts.append(bytearray(part))
         except ClientDisconnect:
             raise ApiError(400, "the connection closed before the body was complete") from None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import Counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from minivllm.runtime.processes.confined import pieces
 from minivllm.server.fair_queue import owner_of
 
 from .body import HELD
@@ -111,8 +113,11 @@ class SocketConnection(WebSocketsSansIOProtocol):
     def send_receive_event_to_app(self) -> None:
         self._fragments = 0
         if self.curr_msg_data_type == "text" and not self.close_sent:
+            decoder = codecs.getincrementaldecoder("utf-8")()
             try:
-                b"".join(self.frames).decode()
+                for piece in pieces([self.frames]):
+                    decoder.decode(piece)
+                decoder.decode(b"", True)
             except UnicodeDecodeError:
                 self._refuse(BAD_TEXT, "the text is not UTF-8")
                 return

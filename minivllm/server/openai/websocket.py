@@ -28,10 +28,10 @@ from typing import Any
 
 from starlette.websockets import WebSocket
 
+from minivllm.runtime.processes.confined import encode_text
 from minivllm.server import errors, logs
-from minivllm.server.errors import ApiError
+from minivllm.server.errors import ApiError, FlawedMessage
 from minivllm.server.http.auth import ApiKeys
-from minivllm.server.http.body import check_text
 from minivllm.server.http.sse import supervise
 from minivllm.validation import is_text
 
@@ -113,9 +113,12 @@ class Connection(Socket):
         is in use."""
         ident = None
         try:
-            message = await self.service.bodies.parse(raw.encode("utf-8", "surrogatepass"), self.owner, "body")
-            ident = self._id(message)  # first, so that later errors have the id
-            check_text(raw, message)
+            try:
+                message = await self.service.bodies.parse(await encode_text(raw), self.owner, "body")
+            except FlawedMessage as flawed:
+                ident = self._id(flawed.message)  # the error has the id
+                raise
+            ident = self._id(message)
             self._take(message.get("type"), ident, message)
         except Exception as exc:
             error = self.error_of(exc)

@@ -64,8 +64,11 @@ class History:
             most = self.service.server.max_body_bytes
             text = f"the conversation has more than {most} bytes (max_body_bytes): begin another one"
             raise ApiError(400, text, "previous_response_id")
-        inner = b",".join(turn[1:-1] for turn in turns if turn != b"[]")
-        return (await self.service.bodies.parse(b'{"input":[' + inner + b"]}", self.owner))["input"]
+        body: list[bytes | memoryview] = [b'{"input":[']
+        for turn in turns:
+            if turn != b"[]":
+                body += [b"," if len(body) > 1 else b"", memoryview(turn)[1:-1]]
+        return (await self.service.bodies.parse([*body, b"]}"], self.owner))["input"]
 
     async def resolve(self, items: list[JsonObject]) -> list[JsonObject]:
         """Return items with each reference replaced by the item.  ApiError (404) for an unknown one."""

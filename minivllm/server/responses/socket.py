@@ -19,10 +19,10 @@ from typing import Any
 from starlette.websockets import WebSocket
 
 from minivllm.errors import shown
+from minivllm.runtime.processes.confined import encode_text
 from minivllm.server import errors, logs
 from minivllm.server.errors import ApiError
 from minivllm.server.http.auth import ApiKeys
-from minivllm.server.http.body import check_text
 from minivllm.server.http.sse import dump, supervise
 from minivllm.server.openai import JsonObject
 from minivllm.server.openai.bodies import ResponsesBody
@@ -83,8 +83,7 @@ class ResponsesSocket(Socket):
         an error event."""
         stream_id = ""
         try:
-            message = await self.service.bodies.parse(raw.encode("utf-8", "surrogatepass"), self.owner)
-            check_text(raw, message)
+            message = await self.service.bodies.parse(await encode_text(raw), self.owner)
             stream_id = _stream_of(message)
             kind = message.pop("type", None)
             if kind != CREATE:
