@@ -6,6 +6,7 @@ A store is compared with a dict in random runs.  A durable store is also closed 
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,28 @@ class KVStoreConformance(Lasting, SpecConformance):
             answer = store.put(key_of(number), page_of(number, size))
             assert isinstance(answer, (bool, np.bool_)), f"put returned {answer!r}: expected True or False"
         store.close()
+
+    @since(1, 0)
+    def test_another_thread_may_use_a_store_than_the_one_that_made_it(self) -> None:
+        """Check a store as the engine uses it: one thread makes it and lists its keys, and another makes all other
+        calls, one of which is ``close``."""
+        store = self.build(*self.context())
+        assert not store.keys() and not store.names(), "a new store has pages or names"
+        page = page_of(0, 700)
+
+        def use() -> np.ndarray | None:
+            store.expect([key_of(0)])
+            assert store.put(key_of(0), page.copy()), "put returned False: expected room for a page of 700 bytes"
+            store.look()
+            store.mark("name", [key_of(0)])
+            found = store.get(key_of(0))
+            store.drop([key_of(0)])
+            store.close()
+            return found
+
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(use).result()
+        assert found is not None and np.array_equal(found, page), "get lost the page"
 
     @since(1, 0)
     def test_models_and_ranks_share_no_page(self) -> None:

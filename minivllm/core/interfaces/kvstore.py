@@ -40,8 +40,9 @@ class KVStore(ABC):
     """Keeps pages by key.
 
     The engine has the index: it decides which pages are stored and removed, and asks for a page only after it was
-    stored.  One thread makes all calls.  They may take long, because no step waits for them.  An exception of ``put``
-    or ``get`` is counted as a fault of this page and has no other effect.
+    stored.  The thread that makes a store also calls ``keys`` and ``names``; then another thread makes all calls,
+    ``close`` too.  Two calls never run at the same time.  They may take long, because no step waits for them.  An
+    exception of ``put`` or ``get`` is counted as a fault of this page and has no other effect.
     """
 
     # True stores a page soon after it was computed; False stores it when the device evicts it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ NEXT = "test_durable_pages_are_found_by_the_next_store"
 LOOK = "test_look_finds_pages_of_other_processes"
 NAMES = "test_names_are_kept_until_they_are_forgotten"
 TWO = "test_two_durable_stores_share_pages"
+THREAD = "test_another_thread_may_use_a_store_than_the_one_that_made_it"
 FAULTS = {
     "KeepsTheCallersMemory": (BACK,),
     "ReusesItsAnswer": (BACK,),
@@ -32,6 +34,7 @@ FAULTS = {
     "RefusesWhatIsThere": (TWICE,),
     "CountsWhatWasDropped": (LIMIT,),
     "RaisesWhenFull": (LIMIT,),
+    "BoundToItsThread": (THREAD,),
     "OneForAllModels": (APART,),
     "OneForAllRanks": (APART,),
     "ForgetsAtTheEnd": (BACK, NEXT),
@@ -209,6 +212,18 @@ class ForgetsAtTheEnd(Files):
         for file in self.files.values():
             file.path.unlink(missing_ok=True)
         super().close()
+
+
+class BoundToItsThread(Memory):
+    spec = spec("BoundToItsThread")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.thread = threading.get_ident()
+
+    def put(self, key, page):
+        assert threading.get_ident() == self.thread, "made in another thread"
+        return super().put(key, page)
 
 
 class FindsAllModels(Files):
