@@ -201,7 +201,7 @@ class AttentionConformance(
 
         least = {"decode": 30, "prompt": 5, "chunk": 20, "mixed": 15, "border": 15, "shared": 5, "padded": 10}
         least["mid-block"] = 10
-        seen.require(**least)
+        self.meet(seen, **least)
 
     @since(1, 0)
     def test_rows_end_at_either_side_of_a_block_border(self) -> None:

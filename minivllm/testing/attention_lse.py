@@ -82,6 +82,7 @@ class AttentionLse:
         rows = [(world.add(2), 1)]
         with pytest.raises((MinivllmError, NotImplementedError, ValueError)) as caught:
             world.step(rows, lse=True)
+            pytest.fail("forward() ignores lse: raise a PluginError if it is not None")
         assert str(caught.value).strip(), "lse is refused without a message"
 
 

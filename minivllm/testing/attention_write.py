@@ -57,7 +57,7 @@ class Writing:
                 fused = data.draw(st.booleans())
                 self._check_written(world, layer, rows, fused)
 
-        seen.require(decode=15, prompt=4, chunk=8, border=8, padded=3)
+        self.meet(seen, decode=15, prompt=4, chunk=8, border=8, padded=3)
 
     def _check_written(self, world: World, layer: AttnLayer, rows: Rows, fused: bool) -> None:
         """Write the tokens of a step, and fail unless exactly their slots have the new keys and values.

@@ -49,6 +49,7 @@ NOT_RUN = "not run"
 UNMADE = "no instance can be made"
 # plug-in, options and device -> the reason why most tests are skipped, or an empty string
 _BROKEN: dict[tuple[str, ...], str] = {}
+TURNS = 4  # a property test is repeated with other examples at most TURNS - 1 times, see ``Conformance.meet``
 LONG = 12  # factor on the number of drawn examples in the long profile
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -140,19 +141,21 @@ class Seen(Counter):
     A test whose examples never contain a case proves nothing about that case.
     """
 
+    def weak(self, **least: int) -> dict[str, int]:
+        """Return the counts of the named cases that were counted less often than the given number of times."""
+        return {name: self[name] for name, minimum in least.items() if self[name] < minimum}
+
     def require(self, **least: int) -> None:
         """Fail unless each named case was counted at least the given number of times."""
-        weak = {}
-        for name, minimum in least.items():
-            if self[name] < minimum:
-                weak[name] = self[name]
+        weak = self.weak(**least)
         required = {name: least[name] for name in weak}
         assert not weak, f"the test itself is too weak: met {weak}, expected at least {required}"
 
 
-def _seeded(test: Any, named: Any) -> Any:
+def _seeded(test: Any, named: Any, turn: int = 0) -> Any:
     """Return a property test or a state machine with a seed: that of ``SEED``, or a number from the name of ``named``.
 
+    ``turn`` is added to the seed.
     hypothesis itself would derive a seed from the source text, so that every edit of a test would draw other examples.
     """
     if SEED in os.environ:
@@ -160,7 +163,7 @@ def _seeded(test: Any, named: Any) -> Any:
     else:
         name = f"{named.__module__}.{named.__qualname__}"
         number = zlib.crc32(name.encode())
-    return seed(number)(test)
+    return seed(number + turn)(test)
 
 
 class Conformance:
@@ -172,6 +175,7 @@ class Conformance:
     device: str = ""  # cpu or cuda; empty means the first claimed device of this machine
     profile: str = ""  # fast or long; empty means the value of MINIVLLM_TEST_PROFILE, else fast
     known_failures: Mapping[str, str] = {}  # test -> reason of its failure; a listed test that passes is an error
+    _draw: Callable[[int], None]  # draws examples of the last property test, other ones in each turn
 
     # ---- the plug-in ---------------------------------------------------------------------------------------------
 
@@ -279,14 +283,34 @@ class Conformance:
         """
 
         def run(test: Callable[..., None]) -> None:
-            property_test = self.settings(n)(given(*strategies, **named)(test))
-            _seeded(property_test, test)()
+            def draw(turn: int) -> None:
+                property_test = self.settings(n)(given(*strategies, **named)(test))
+                _seeded(property_test, test, turn)()
+
+            self._draw = draw
+            draw(0)
 
         return run
 
+    def meet(self, seen: Seen, **least: int) -> None:
+        """Draw other examples of the last property test or state machine until ``seen`` has the ``least`` counts.
+
+        The limits of a spec may make a case rare.  Fail if ``TURNS`` turns do not meet it.
+        """
+        for turn in range(1, TURNS):
+            if not seen.weak(**least):
+                return
+            self._draw(turn)
+        seen.require(**least)
+
     def run_machine(self, machine: type[RuleBasedStateMachine], n: int, steps: int = 50) -> None:
         """Run a hypothesis state machine ``n`` times (in the fast profile), up to ``steps`` rules each time."""
-        run_state_machine_as_test(_seeded(machine, machine), settings=self.settings(n, steps))
+
+        def draw(turn: int) -> None:
+            run_state_machine_as_test(_seeded(machine, machine, turn), settings=self.settings(n, steps))
+
+        self._draw = draw
+        draw(0)
 
     # ---- bookkeeping of each test --------------------------------------------------------------------------------
 

@@ -233,7 +233,7 @@ def _count(outcomes: Sequence[Outcome]) -> str:
     text = ", ".join(parts)
     if not reasons:
         return text
-    skipped = ", ".join(f"{reason} {n}" for reason, n in reasons.items())
+    skipped = ", ".join(f"{n} {reason}" for reason, n in reasons.items())
     return f"{text} ({skipped})"
 
 

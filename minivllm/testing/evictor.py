@@ -361,7 +361,7 @@ class EvictorConformance(Lasting, SpecConformance):
             "turns": 30,
             "turns of free keys": 15,
         }
-        seen.require(**least)
+        self.meet(seen, **least)
 
     @since(1, 0)
     def test_the_engine_runs_on_it(self) -> None:
@@ -376,7 +376,7 @@ class EvictorConformance(Lasting, SpecConformance):
         def serve(seed: int) -> None:
             self._serve(seed, seen)
 
-        seen.require(evicted=200, hit=500)
+        self.meet(seen, evicted=200, hit=500)
 
     def _serve(self, seed: int, seen: Seen) -> None:
         """Serve random requests, check their tokens, and count the cache hits and evictions."""

@@ -319,7 +319,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
                     assert right, f"step {plan.id}: {result}, expected token {token}"
                 driver.leave(0)
 
-            seen.require(several=10)
+            self.meet(seen, several=10)
 
     @since(1, 0)
     def test_a_row_that_ended_on_the_device_does_nothing_more(self) -> None:

@@ -319,12 +319,12 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             seen["odd"] += spec.dim_qk % 2 * n
 
         few = 5 if seen["refused"] else 20
-        seen.require(v=few, **dict.fromkeys(KINDS, few))
+        self.meet(seen, v=few, **dict.fromkeys(KINDS, few))
         if seen["refused"]:
             return
-        seen.require(none=2, v_in_k=20)
+        self.meet(seen, none=2, v_in_k=20)
         if any(dim % 2 for dim in self.sizes["dims"]):
-            seen.require(odd=20)
+            self.meet(seen, odd=20)
 
     def _check_store(self, layer: StoredLayer, cache: Cache, values: tuple, slots: Tensor, case: str) -> None:
         """Store k and v of some tokens, and fail unless exactly their slots change and hold them.

@@ -334,7 +334,7 @@ class ModelConformance(ModelTaps, ModelStates):
             seen[status] += 1
             assert status != "wrong", f"{cls.__name__} with {values}: {why}"
 
-        seen.require(equal=15)
+        self.meet(seen, equal=15)
 
     @since(1, 0)
     def test_32_greedy_tokens_equal_transformers(self, tmp_path: Path) -> None:

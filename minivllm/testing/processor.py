@@ -120,9 +120,9 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
             seen["bound"] += bool(active.any())
 
         assert seen["bound"], "bind returned None for all test values: override params() with values that turn it on"
-        seen.require(banned=20)
+        self.meet(seen, banned=20)
         if self.reads and not self.reads - set(LOGITS):
-            seen.require(changed=60)
+            self.meet(seen, changed=60)
 
     @since(1, 0)
     def test_a_single_token_that_is_left_stays(self) -> None:

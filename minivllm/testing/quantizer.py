@@ -207,10 +207,10 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
                 found = self._hold(fill, drawn)
                 seen.update(found)
 
-        seen.require(quantized=5)
+        self.meet(seen, quantized=5)
         if not seen["refused"]:
-            seen.require(merged=15, odd=10, square=2)
-            seen.require(**dict.fromkeys(data.FILLS, 2))
+            self.meet(seen, merged=15, odd=10, square=2)
+            self.meet(seen, **dict.fromkeys(data.FILLS, 2))
 
     def _hold(self, fill: str, drawn: tuple) -> list[str]:
         """Check the held weight of one random module, and return the names of the hard cases that it belongs to."""
@@ -499,11 +499,15 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
 
     @since(1, 0)
     def test_a_checkpoint_of_another_method_is_refused(self) -> None:
-        """Check that a checkpoint of another quantization method is refused, not read as plain weights."""
+        """Check that the constructor refuses a checkpoint of another quantization method with a ModelError.
+
+        Its tensors would be read as plain weights.
+        """
         if allows(written.methods(self.spec), OTHER_METHOD):
             pytest.skip("claims to read checkpoints of any method")
         with pytest.raises(ModelError, match=OTHER_METHOD):
             self.build({"quant_method": OTHER_METHOD, "bits": 3})
+            pytest.fail(f"the constructor accepts quant_method={OTHER_METHOD!r}: raise a ModelError that names it")
 
     @since(1, 0)
     def test_options_that_name_modules_are_checked(self) -> None:

@@ -280,11 +280,11 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             seen["several"] += len(effective & limits) > 1
 
         if read == self.reads:
-            seen.require(compared=5, **dict.fromkeys(sorted(read), 4))
+            self.meet(seen, compared=5, **dict.fromkeys(sorted(read), 4))
             if limits:
-                seen.require(limited=10)
+                self.meet(seen, limited=10)
             if len(limits) > 1:
-                seen.require(several=3)
+                self.meet(seen, several=3)
 
     def _drawn_row(self, rng: np.random.Generator, vocab: int) -> tuple[SamplingParams, Tensor]:
         """Return random parameters that the sampler reads, and logits f32 [V], some of them equal or -inf."""

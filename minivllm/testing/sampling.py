@@ -332,7 +332,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             seen["many"] += rows > 16
             self._check_beside(stage, slots, seqs, order)
 
-        seen.require(order=5, many=2)
+        self.meet(seen, order=5, many=2)
 
     def _check_beside(self, stage: Stage, slots: list[int], seqs: list[SampledSeq], order: list[int]) -> None:
         """Compare rows of a step, given by their order, with the same rows alone."""
@@ -443,7 +443,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             seqs = self.sequences(data, 3)
             self._check_commit(seqs, np.random.default_rng(seed), seen)
 
-        seen.require(twice=10)
+        self.meet(seen, twice=10)
         if not seen["changed"]:  # a parameter without known values may be the one that turns the state on
             self._skip_unknown()
         assert seen["changed"], "no commit changes a column: its tokens are lost, or stored where no fork copies them"
@@ -527,7 +527,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
                     single.accept([1], [[token]])
             seen["drafts"] += k
 
-        seen.require(drafts=20)
+        self.meet(seen, drafts=20)
 
     @since(1, 0)
     def test_a_fork_goes_on_as_its_source(self) -> None:

@@ -393,8 +393,8 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         attributes = {"policies": [self.make], "seen": seen}
         machine = type("Machine", (EngineMachine,), attributes)
         self.run_machine(machine, 200, steps=30)
-        seen.require(finished=100, victim=5)
-        seen.require(**dict.fromkeys(HARD, 5))
+        self.meet(seen, finished=100, victim=5)
+        self.meet(seen, **dict.fromkeys(HARD, 5))
 
     @since(1, 0)
     def test_a_backlog_longer_than_the_window_is_worked_off(self) -> None:

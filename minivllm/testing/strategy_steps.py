@@ -143,7 +143,7 @@ class StepwiseConformance(SpecConformance):
             seen["forked"] += width > 1 and driven.most > 2
             seen["ended early"] += any(tokens[-1] == EOS_ID for tokens in driven.kept)
 
-        seen.require(forked=10)
+        self.meet(seen, forked=10)
 
     def _to_its_end(self, driven: Driven, width: int) -> None:
         """Advance a search to its end, and check each of its moves and its answer."""

@@ -126,6 +126,9 @@ def test_a_page_shows_what_is_printed(name, here):
         lru, deepest = (json.loads((here / file).read_text())["results"] for file in ("lru.json", "deepest.json"))
         assert lru["tokens_hash"] == deepest["tokens_hash"] and deepest["prefix_hit_rate"] > 2 * lru["prefix_hit_rate"]
         assert deepest["stats"]["evictions"] < lru["stats"]["evictions"]
+    if name == "plugins":
+        assert conformance(["acme/naive"]) == 0
+        assert conformance(["acme/no_double"]) == 3  # its values are in the page's test class
     if name == "plugins/tutorial":
         assert conformance(["my-evictor", "-k", "spec or options"]) == 0
 

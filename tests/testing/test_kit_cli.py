@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import strategies as st
 
 from minivllm.errors import PluginError
 from minivllm.testing import EvictorConformance
@@ -149,6 +150,61 @@ def test_a_property_that_never_met_its_hard_case_fails():
         seen.require(preempted=3)
 
 
+@pytest.mark.parametrize("often", [True, False])
+def test_examples_are_drawn_again_until_the_hard_cases_were_met(often):
+    """The limits of a spec may make a case rare; that is no fault of the plug-in."""
+    seen, suite, turns = Seen(), EvictorConformance(), []
+
+    @suite.for_all(5, st.integers(0, 1 << 40))
+    def _(number):
+        turns.append(number)
+        seen["hard"] += often
+
+    first = list(turns)
+    if often:
+        suite.meet(seen, hard=11)
+    else:
+        with pytest.raises(AssertionError, match=r"too weak: met {'hard': 0}"):
+            suite.meet(seen, hard=11)
+    assert len(turns) == (15 if often else 20) and turns[5:10] != first
+
+
+STRATEGIES = """
+from minivllm.plugin import Branch, DecodingStrategy, Param, RequestError, Spec
+
+class Switched(DecodingStrategy):
+    spec = Spec(
+        impl="switched_{kind}:Switched",
+        api=(1, 4),
+        summary="serves requests that turn it on",
+        params=(Param("switched", {kind}, {default}, summary="turns it on"),),
+    )
+    reads = spec.reads
+
+    def takes(self, params):
+        return bool(params.switched)
+
+    def start(self, params):
+        if not self.takes(params):
+            raise RequestError("switched: expected a true value", "switched")
+        return [Branch(i) for i in range(params.n)]
+
+    def result(self, params, ends):
+        return [e.sample for e in ends]
+"""
+
+
+@pytest.mark.parametrize(("kind", "default", "found"), [("bool", False, PASSES), ("dict", None, HARDLY)])
+def test_a_strategy_that_a_parameter_of_its_own_turns_on(kind, default, found, tmp_path, monkeypatch):
+    """The kit turns a switch on.  A strategy whose values it does not know is called untested, not wrong."""
+    (tmp_path / f"switched_{kind}.py").write_text(STRATEGIES.format(kind=kind, default=default))
+    monkeypatch.syspath_prepend(tmp_path)
+    words = "n_has_n_branches or has_gone or stay_as_they_are or refuses_by_name or takes_answers or json"
+    outcomes = run([("strategy", f"switched_{kind}:Switched")], select=words)
+    sys.modules.pop(f"switched_{kind}", None)
+    assert verdict(outcomes, selected=True) == found, outcomes
+
+
 def test_seams_are_found_by_name_and_by_base_class():
     assert seams_of("lru") == ["evictor"] and seams_of("minivllm/sdpa") == ["attention"]
     assert seams_of("minivllm.plugins.sampler.default:DefaultSampler") == ["sampler"]
@@ -241,7 +297,7 @@ def test_reasons_are_counted_whole_and_who_has_no_values_is_hardly_tested():
     skips = [outcome(f"test_{i}", "skipped", "no values known of x: override params()") for i in range(3)]
     rest = [outcome("test_a", "passed"), outcome("test_b", "skipped", "named by module:Class")]
     spec = [outcome("test_two_instances_share_no_state", "passed") for _ in range(9)]
-    assert _count(skips + rest) == "1 passed, 4 skipped (no values known of x 3, named by module:Class 1)"
+    assert _count(skips + rest) == "1 passed, 4 skipped (3 no values known of x, 1 named by module:Class)"
     assert verdict(skips + rest + spec) == HARDLY
     assert verdict(skips[:2] + rest + spec) == PARTLY
 

@@ -86,7 +86,8 @@ class KVStore(ABC):
 
     @abstractmethod
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Remove pages.  Unknown keys are ignored."""
+        """Remove pages.  Unknown keys are ignored.  A page that another open store has put stays there for that store;
+        this store forgets it."""
 
     def look(self) -> Mapping[bytes, int]:
         """Return the keys and sizes of pages that other processes have added since the last call, or since the start.
