@@ -69,9 +69,12 @@ class Runner:
     def __init__(self, wiring: Wiring, ranks: Any = None) -> None:
         self.wiring = wiring
         self.alone = ranks is None
-        from .first_captures import rehearse_early
+        early = None
+        if has_kernels(wiring):
+            from .first_captures import rehearse_early  # needs Triton
 
-        self.worker = build_worker(wiring, ranks, partial(rehearse_early, self))
+            early = partial(rehearse_early, self)
+        self.worker = build_worker(wiring, ranks, early)
         with self.worker.rehearsals.needed():
             self._build(ranks)
 
@@ -110,9 +113,7 @@ class Runner:
         self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state, ranks)
         self.seams = SeamTimes()
         self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
-        self.names = chain.names
-        self.processors = chain.made
-        self.sampler = chain.sampler
+        self.names, self.processors, self.sampler = chain.names, chain.made, chain.sampler
         self.processed = wiring.logprobs_mode == "processed_logprobs"
         self._poison: dict[int, StepError] = {}  # slot -> error between two steps, which ends its row in the next step
         self._trace: Any = None  # the running profile, or None
@@ -126,8 +127,7 @@ class Runner:
             self.own_models[name] = made(wiring, self.state, chain, self.read, model)
         self.drafting: Drafting | None = None
         if wiring.speculation.num_speculative_tokens:
-            own = self.own_models.get("drafter")
-            self.drafting = self.drafts(wiring, self.state, self.seams, w.vocab_size, own)
+            self.drafting = self.drafts(wiring, self.state, self.seams, w.vocab_size, self.own_models.get("drafter"))
         self.shared = shared_pages(w, self.state)  # None if each row's blocks are read separately
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]

@@ -144,6 +144,19 @@ def test_a_start_that_fails_cancels_the_compilations_that_have_not_begun(fails, 
     assert closed == [True]
 
 
+def test_an_engine_on_a_cpu_starts_without_triton(tmp_path):
+    tiny_dir(tmp_path, "qwen3")
+    options = dict(dtype="float32", device="cpu", num_kvcache_blocks=8, max_model_len=32, skip_tokenizer_init=True)
+    code = (
+        "import sys\nsys.modules['triton'] = None  # as if it were not installed\n"
+        f"from minivllm import LLM\nLLM(model={str(tmp_path)!r}, **{options!r}).close()\n"
+    )
+    environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), *sys.path])
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_idle_engine_waits_before_its_first_capture_and_none_follows_the_last():
     idle = IdleCaptures()
     answers = [{"left": n, "worked": worked} for n, worked in ((2, True), (2, False), (0, True))]
