@@ -31,6 +31,7 @@ from .openai.tokens import too_long
 # factor of the limits of time and memory for the first use of the tokenizer, which creates objects that are kept
 WARM = 5
 FEW = 256  # largest number of token ids that are sent as JSON; only longer lists are faster as arrays
+LONGEST_PATH = 1024  # length of a text's path from which the text stays in the JSON: each path repeats its names
 Job = dict[str, Any]
 Parts = list[bytes]
 
@@ -134,7 +135,7 @@ def take_texts(value: Any) -> list[tuple[list[str | int], str]]:
     while todo:
         path, holder = todo.pop()
         for key, inner in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
-            if isinstance(inner, str) and len(inner) > PIECE:
+            if isinstance(inner, str) and len(inner) > PIECE and len(str(path)) < LONGEST_PATH:
                 found.append(([*path, key], inner))
                 holder[key] = None
             elif isinstance(inner, (dict, list)):

@@ -212,6 +212,13 @@ def test_long_texts_anywhere_in_a_body_are_read_as_json_reads_them():
     with_tokens(tokenizer_of(PLAIN), test)
 
 
+def test_the_paths_of_long_texts_do_not_repeat_a_long_name():
+    """A name of 300,000 characters with 120 texts gave 36 MB of paths, which the loop parsed in one turn of 60 ms."""
+    value = {"messages": [{"k" * 300_000: ["a" * 65_537] * 120, "k": "a" * 65_537}]}
+    about, _, texts = pool_jobs.read(json.dumps(value).encode(), "")
+    assert len(about) < 1 << 12 and len(texts) == 65_537
+
+
 @pytest.mark.parametrize(
     "one, times",
     [("a", 1), ("\\\\", 1), ("é", 2), ("\U0001f98a", 4), ("a" * 4090 + "\U0001f98a", 4)],
