@@ -81,9 +81,9 @@ def open_driver(
     the key of Triton's cache.
 
     With ``context``, also make the context of the first GPU, which torch then uses.  ``found`` is called if there is a
-    driver.  Return the thread, or None for
-    another device.  The driver takes a few tenths of a second for each GPU of the host.  torch initializes it when
-    ``find_device`` lists the devices; it then waits until the driver is initialized."""
+    driver.  Return the thread, or None for another device.  The driver takes a few tenths of a second for each GPU of
+    the host.  torch initializes it when ``find_device`` lists the devices; it then waits until the driver is
+    initialized."""
     return begin(_initialize, library, context, found) if device in ("auto", "cuda") else None
 
 
