@@ -47,8 +47,8 @@ from .triton_prefill import KEYS, Tiles, by_tma, inputs_of, load_scales, load_ti
 PART = 128  # keys
 SHORT_LINES = 16  # least number of lines of a tile if each row has one token; a warp computes 16
 SHORT_STAGES = 4, 3  # tiles of keys that are loaded at the same time by programs that share a row, and by others
-# Programs that compute the tiles of a part together have four warps and load one part at a time.  Their registers allow
-# two of them on a multiprocessor.
+# Programs that compute the tiles of a part together have four warps.  A multiprocessor runs one of them at a time if
+# heads have 128 elements of 16 bits, because its shared memory holds no more.
 WHOLE_STAGES = 2
 WHOLE_DIM = 128  # largest size of a head for which their registers suffice
 # Their number among which few tiles are divided, and the largest number of such tiles times KV heads.  Dividing the 256
