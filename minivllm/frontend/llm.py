@@ -319,7 +319,8 @@ class LLM(FrontDoor):
         """Add the requests of ``tracked`` that follow those in ``added``, until a signal arrives or a grammar must be
         compiled.
 
-        Signals are delayed once for all of them, because a delay takes a tenth of the time of an addition.
+        Signals are delayed once for all of them, because a delay takes a tenth of the time of an addition.  The first
+        request is prepared before, so that a grammar is compiled without the delay.
         RequestError if a request is refused."""
         number = len(added) + 1
         try:

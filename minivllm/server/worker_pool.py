@@ -85,7 +85,7 @@ class WorkerPool:
         limits = READ_SECONDS, READ_MB + (BYTES_A_BYTE * size_of(raw) >> 20)
         about, (rest, *arrays) = await self._run(owner, {"op": "read", "inner": inner}, [raw], limits)
         value = json.loads(str(rest, "utf-8", "surrogatepass"))
-        body = value[inner] if inner else value
+        body = value.get(inner) if inner else value
         view = memoryview(arrays.pop() if about["texts"] else b"")
         for (name, lengths), array in zip(about["columns"], arrays, strict=True):
             ids = np.frombuffer(array, np.int64)
@@ -119,7 +119,9 @@ class WorkerPool:
         """Return the token ids of each text.  ``special`` adds the tokens that the tokenizer puts around a text."""
         raw = await encode_text(*texts)
         job = {"op": "encode", "special": special, "lengths": list(map(len, texts))}
-        about, (ids,) = await self._run(owner, job, [raw], _limits(size_of(raw)), "prompt")
+        # the limits are for JSON with escapes, which take up to three times the bytes of other characters in UTF-8
+        widest = 1 if all(text.isascii() for text in texts) else 3
+        about, (ids,) = await self._run(owner, job, [raw], _limits(widest * size_of(raw)), "prompt")
         rows = _split(np.frombuffer(ids, np.int32), about["lengths"])
         return [row.tolist() for row in rows]
 

@@ -193,6 +193,25 @@ def test_large_bodies_and_texts_come_back_as_if_they_were_worked_on_here():
     with_tokens(tokenizer_of(PLAIN), test)
 
 
+def test_a_long_message_without_its_body_comes_back():
+    value = {"id": "a", "other": "x" * 40_000}
+
+    async def test(tokens):
+        assert await Bodies(tokens.pool).parse(json.dumps(value).encode(), "me", "body") == value
+
+    with_tokens(tokenizer_of(PLAIN), test)
+
+
+def test_a_long_text_of_emoji_has_the_memory_that_its_tokens_take():
+    text = "\U0001f98a" * 250_000
+
+    async def test(tokens):
+        (ids,) = await tokens.pool.encode([text], False, NOBODY)
+        assert len(ids) >= 250_000
+
+    with_tokens(tokenizer_of(PLAIN), test)
+
+
 def test_long_texts_anywhere_in_a_body_are_read_as_json_reads_them():
     long = ["é" * 70_000, "\U0001f98a" + 'a\\"' * 50_000, "a" * 65_536, "a" * 65_537]
     value = {"prompt": long[0], "messages": [{"content": [{"text": long[1]}, long[2]]}, long[3], None], "n": 1}

@@ -7,8 +7,8 @@
     warp group 0  rows  0 ..  63    [x gate^T | x up^T] (wgmma, 256 columns) ──► y ──TMA──►
     warp group 1  rows 64 .. 127    the same
 
-A thread has the sums of gate and up of the same columns in its registers.  So the product [T, 2 N] is never written,
-which takes as much memory traffic as the products of a layer take otherwise.
+A thread has the sums of gate and up of the same columns in its registers.  So the product [T, 2 N] is never written
+or read.
 
 Programs take tiles in groups of GROUP tiles of rows, so those that run at the same time read few rows of x and of the
 weight, which stay in the second-level cache.
@@ -187,10 +187,11 @@ _AGREES: dict[tuple[torch.Size, torch.device], bool] = {}  # results of ``agrees
 
 
 def agrees(weight: Tensor) -> bool:
-    """Return whether the kernel has the outputs of the separate product and gate for a weight of this shape.
+    """Return whether the kernel gives the outputs of the separate product and gate for a weight of this shape.
 
     Gluon has no interpreter, so the kernel is compared once on each device; this waits for the device.  During a
-    capture, where nothing can be compared, the result of an unknown shape is False."""
+    capture, where nothing can be compared, the result of an unknown shape is False.  So it is without memory for the
+    comparison, and a later call compares again."""
     place = weight.shape, weight.device
     if place in _AGREES:
         return _AGREES[place]
@@ -200,6 +201,9 @@ def agrees(weight: Tensor) -> bool:
         return False
     try:
         far = distance(weight)
+    except torch.OutOfMemoryError as e:
+        log.warning("a product of the gate uses the library: %s", describe_error(e))
+        return False
     except Exception as e:  # the compiler and the driver raise errors of many types
         log.warning("products of the gate use the library: %s", describe_error(e))
         far = float("inf")

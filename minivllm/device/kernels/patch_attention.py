@@ -365,7 +365,8 @@ def _attend(
 
 @lru_cache(maxsize=4)
 def _layout(width: int) -> gl.NVMMASharedLayout:
-    """Return the shared layout of tiles of ``width`` elements, which takes longer to build than a descriptor."""
+    """Return the shared layout of tiles of ``width`` elements.  It is kept, because it takes longer to build than a
+    descriptor."""
     return gl.NVMMASharedLayout(2 * width, 16, 3)
 
 

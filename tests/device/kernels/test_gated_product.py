@@ -87,6 +87,20 @@ def test_a_kernel_that_fails_or_disagrees_is_compared_once_and_not_used(monkeypa
     assert results == [good] * 3 and len(calls) == 1 and len(caplog.records) == (not good)
 
 
+def test_a_lack_of_memory_for_the_comparison_is_not_kept(monkeypatch):
+    found = [torch.OutOfMemoryError("full"), 0.01]
+
+    def distance(weight):
+        if isinstance(found[0], Exception):
+            raise found.pop(0)
+        return found[0]
+
+    monkeypatch.setattr(gated_product, "distance", distance)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    weight = torch.empty(512, 128, dtype=torch.bfloat16)
+    assert [gated_product.agrees(weight) for _ in range(2)] == [False, True]
+
+
 def test_nothing_is_compared_during_a_capture_or_a_rehearsal(monkeypatch):
     monkeypatch.setattr(gated_product, "distance", lambda weight: pytest.fail("compared"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
